@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract in numpy: every other executor is held against this file.
+
+For token t, its k-th expert e with weight w and adapter a:
+
+    g = deq(W13[e]) xq        f32,  g += B13[a,e] (A13[a,e] x)     x: the original bf16 row; before the activation
+    h = bf16(act(g_gate) * g_up)
+    o = deq(W2[e]) hq         f32,  o += B2[a,e] (A2[a,e] h)       h: bf16, before its quantisation
+    y = bf16(sum_k w_k * o_k)       f32, in the order k = 0 .. K-1
+
+Scales multiply after the dot product where they are constant along it, and after each run of 128 where they are not,
+as the kernels do. A base row adds nothing: its numbers are those of a layer without adapters, bit for bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .activations import apply_activation
+from .executors import ExecutorInfo, MoECall
+from .numerics import BF16, BLOCK, E4M3, cdiv, dequantize_rows, expand_groups, quantize_fp8, quantize_fp8_static
+from .platforms import PlatformKind
+from .recipes import Group, Recipe
+from .support import ExpertsSupport
+from .weights import SCHEMES, LoRAAdapter, MoEWeights
+
+
+def _quantize(x: np.ndarray, group: Group, static_scale: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, int]:
+    """Codes, scales ``[rows, G]`` and the width one scale covers."""
+    width = x.shape[-1]
+    if group == "static":
+        scale = np.float32(np.max(static_scale))  # type: ignore[arg-type]
+        return quantize_fp8_static(x, scale), np.full((len(x), 1), scale, np.float32), width
+    codes, scales = quantize_fp8(x, group)  # type: ignore[arg-type]
+    return codes, scales, width if group == "token" else int(group)  # type: ignore[arg-type]
+
+
+def _matmul(rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """``rows @ weight.T`` rounded once to float32, for ``[R, K]`` and ``[N, K]``.
+
+    Summed in float64: sums of FP8 products are exact there, so the result does not depend on how a BLAS orders them,
+    and a row gives the same bits in every batch.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        return (rows.astype(np.float64) @ weight.astype(np.float64).T).astype(np.float32)
+
+
+class _Matrix:
+    """One expert's weight matrix ``[N, K]`` with its scale, ready to multiply rows in a recipe's precision."""
+
+    def __init__(self, codes: np.ndarray, scale: np.ndarray | None, scheme: str, halves: int) -> None:
+        self.codes, self.scale, self.scheme, self.halves = codes, scale, scheme, halves
+
+    def _row_scale(self) -> np.ndarray:
+        """Channel or tensor scale, one a row."""
+        scale = np.atleast_1d(np.asarray(self.scale, np.float32))
+        return np.repeat(scale, self.codes.shape[0] // scale.shape[0])
+
+    def _block_rows(self) -> np.ndarray:
+        """Block scales with the row axis expanded: ``[N, ceil(K/128)]``."""
+        per_half = np.asarray(self.scale).reshape(self.halves, -1, self.scale.shape[-1])  # type: ignore[union-attr]
+        rows = self.codes.shape[0] // self.halves
+        return np.concatenate([np.repeat(s, BLOCK, axis=0)[:rows] for s in per_half])
+
+    def apply(self, x: np.ndarray, group: Group, static_scale: np.ndarray | None) -> np.ndarray:
+        """``deq(W) xq`` in float32, ``[R, N]``; `x` float32 holding bf16 values."""
+        if group is None:
+            xq, sx, width = x, np.ones((len(x), 1), np.float32), x.shape[-1]
+        else:
+            xq, sx, width = _quantize(x, group, static_scale)
+        if self.scheme != "block" and sx.shape[1] == 1:
+            acc = _matmul(xq, self.codes)
+            return acc if self.scheme == "bf16" else (acc * sx) * self._row_scale()
+        # Scales vary along K: a partial product per run that shares both scales, then the float32 sum.
+        step = BLOCK if self.scheme == "block" else width
+        out = np.zeros((len(x), self.codes.shape[0]), np.float32)
+        block = self._block_rows() if self.scheme == "block" else None
+        for i in range(cdiv(x.shape[-1], step)):
+            run = slice(i * step, (i + 1) * step)
+            part = _matmul(xq[:, run], self.codes[:, run]) * sx[:, [i * step // width]]
+            out += part * block[:, i] if block is not None else part
+        return out if block is not None else out * self._row_scale()
+
+
+def _lora_input(x: np.ndarray, recipe: Recipe, group: Group, static_scale: np.ndarray | None) -> np.ndarray:
+    """What adapters see: the original rows, or (opt-in) the quantised rows times their scale."""
+    if recipe.lora_input == "bf16":
+        return x
+    codes, scales, width = _quantize(x, group, static_scale)
+    return codes.astype(np.float32) * expand_groups(scales, width, x.shape[-1])
+
+
+def _take(a: np.ndarray, expert: int) -> np.ndarray:
+    return a[0 if a.shape[0] == 1 else expert].astype(np.float32)
+
+
+def guard_lora_input(x: np.ndarray, scale: np.ndarray | None, path: str) -> None:
+    """Refuse FP8 codes as an adapter's input without their scale.
+
+    From raw codes the delta is wrong by the inverse of the scale (about 50 to 500 times), and a tolerance on the whole
+    output does not notice.
+
+    Raises:
+      NotImplementedError: naming the path.
+    """
+    if np.dtype(x.dtype) == E4M3 and scale is None:
+        raise NotImplementedError(
+            f"{path}: LoRA shrink received FP8 codes without their scale; pass the original bfloat16 rows, "
+            "or the codes with their scales under lora_input='fp8'"
+        )
+
+
+def _add_delta(out: np.ndarray, x: np.ndarray, rows: dict[int, np.ndarray], delta) -> None:
+    """Add each adapter's delta to its own rows in float32; other rows are not touched."""
+    for adapter_id, index in rows.items():
+        out[index] += delta(adapter_id, x[index])
+
+
+def _expert_rows(call: MoECall, expert: int, x: np.ndarray, rows: dict[int, np.ndarray]) -> np.ndarray:
+    """One expert's float32 results ``[R, H]`` for float32 rows `x` ``[R, H]``."""
+    weights, recipe, config = call.weights, call.recipe, call.config
+    adapters = {a.adapter_id: a for a in call.adapters}
+    halves = 2 if config.is_act_and_mul else 1
+    s13 = None if weights.w13_scale is None else weights.w13_scale[expert]
+    s2 = None if weights.w2_scale is None else weights.w2_scale[expert]
+    g = _Matrix(weights.w13[expert], s13, weights.scheme, halves).apply(x, recipe.x_group, weights.w13_input_scale)
+    if weights.w13_bias is not None:
+        g += weights.w13_bias[expert].astype(np.float32)
+
+    def up_delta(adapter_id: int, part: np.ndarray) -> np.ndarray:
+        adapter: LoRAAdapter = adapters[adapter_id]
+        a, b = _take(adapter.a13, expert), adapter.b13[expert].astype(np.float32)
+        return np.concatenate([_matmul(_matmul(part, a[i]), b[i]) for i in range(halves)], axis=1)
+
+    if rows:
+        _add_delta(g, _lora_input(x, recipe, recipe.x_group, weights.w13_input_scale), rows, up_delta)
+    gate, up = (g[:, : config.intermediate_size], g[:, config.intermediate_size :]) if halves == 2 else (g, None)
+    h = apply_activation(config.activation, gate, up).astype(BF16).astype(np.float32)
+    o = _Matrix(weights.w2[expert], s2, weights.scheme, 1).apply(h, recipe.h_group, weights.w2_input_scale)
+    if weights.w2_bias is not None:
+        o += weights.w2_bias[expert].astype(np.float32)
+
+    def down_delta(adapter_id: int, part: np.ndarray) -> np.ndarray:
+        adapter: LoRAAdapter = adapters[adapter_id]
+        a, b = adapter.a2[expert].astype(np.float32), _take(adapter.b2, expert)
+        return _matmul(_matmul(part, a), b)
+
+    if rows:
+        _add_delta(o, _lora_input(h, recipe, recipe.h_group, weights.w2_input_scale), rows, down_delta)
+    return _to_wire(o, recipe.wire)
+
+
+def _to_wire(o: np.ndarray, wire: str) -> np.ndarray:
+    """The rounding of a result row before the final sum."""
+    if wire == "bf16":
+        return o.astype(BF16).astype(np.float32)
+    if wire == "fp8":
+        return dequantize_rows(*quantize_fp8(o, "token"), "token")
+    return o
+
+
+def _pairs_of(call: MoECall, expert: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and k positions that visit local expert `expert`, in token order."""
+    ids = call.topk_ids
+    if call.expert_map is not None:
+        ids = np.where(ids < 0, -1, call.expert_map[np.maximum(ids, 0)])
+    tokens, ks = np.nonzero(ids == expert)
+    return tokens, ks
+
+
+def _adapter_rows(call: MoECall, tokens: np.ndarray) -> dict[int, np.ndarray]:
+    if call.adapter_ids is None:
+        return {}
+    ids = call.adapter_ids[tokens]
+    return {int(a): np.flatnonzero(ids == a) for a in np.unique(ids) if a >= 0}
+
+
+def reference_moe(call: MoECall) -> np.ndarray:
+    """The declared recipe, float32 ``[T, H]`` before the final rounding to bfloat16."""
+    x = call.x.astype(np.float32)
+    tokens_n, k_n = call.topk_ids.shape
+    results = np.zeros((tokens_n, k_n, call.config.hidden_dim), np.float32)
+    visited = np.zeros((tokens_n, k_n), bool)
+    for expert in range(call.weights.num_experts):
+        tokens, ks = _pairs_of(call, expert)
+        if len(tokens):
+            results[tokens, ks] = _expert_rows(call, expert, x[tokens], _adapter_rows(call, tokens))
+            visited[tokens, ks] = True
+    y = np.zeros((tokens_n, call.config.hidden_dim), np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for k in range(k_n):
+            y += np.where(visited[:, k, None], call.topk_weights[:, k, None] * results[:, k], np.float32(0))
+    return y
+
+
+def truth(call: MoECall) -> np.ndarray:
+    """Float64 on dequantised weights and unquantised activations, ``[T, H]``: what every recipe approximates."""
+    config, halves = call.config, 2 if call.config.is_act_and_mul else 1
+    adapters = {a.adapter_id: a for a in call.adapters}
+    y = np.zeros((call.num_tokens, config.hidden_dim), np.float64)
+    x = call.x.astype(np.float64)
+    for expert in range(call.weights.num_experts):
+        tokens, ks = _pairs_of(call, expert)
+        if not len(tokens):
+            continue
+        w13, w2 = call.weights.dequantize(expert, np.float64)
+        rows = _adapter_rows(call, tokens)
+        g = x[tokens] @ w13.T
+        if call.weights.w13_bias is not None:
+            g += call.weights.w13_bias[expert].astype(np.float64)
+        for adapter_id, index in rows.items():
+            adapter = adapters[adapter_id]
+            a = adapter.a13[0 if adapter.a13.shape[0] == 1 else expert].astype(np.float64)
+            b = adapter.b13[expert].astype(np.float64)
+            part = x[tokens][index]
+            g[index] += np.concatenate([(part @ a[i].T) @ b[i].T for i in range(halves)], axis=1)
+        gate, up = (g[:, : config.intermediate_size], g[:, config.intermediate_size :]) if halves == 2 else (g, None)
+        h = apply_activation(config.activation, gate, up)
+        o = h @ w2.T
+        if call.weights.w2_bias is not None:
+            o += call.weights.w2_bias[expert].astype(np.float64)
+        for adapter_id, index in rows.items():
+            adapter = adapters[adapter_id]
+            b = adapter.b2[0 if adapter.b2.shape[0] == 1 else expert].astype(np.float64)
+            o[index] += (h[index] @ adapter.a2[expert].astype(np.float64).T) @ b.T
+        np.add.at(y, tokens, call.topk_weights[tokens, ks].astype(np.float64)[:, None] * o)
+    return y
+
+
+
+class ReferenceExecutor:
+    """`run_moe("reference", ...)`: any recipe, any scheme, numpy, always available."""
+
+    name = "reference"
+    support = ExpertsSupport(
+        platforms=tuple(PlatformKind), schemes=SCHEMES, recipes=("w8a8", "w8a16", "bf16", "float64"), lora=True
+    )
+
+    @classmethod
+    def info(cls) -> ExecutorInfo:
+        return ExecutorInfo(cls.name, "native", "numpy on the host", cls.support.recipes, "numpy")
+
+    @classmethod
+    def recipe(cls, call: MoECall) -> Recipe:
+        return call.recipe
+
+    @classmethod
+    def run(cls, call: MoECall) -> np.ndarray:
+        """bfloat16 ``[T, H]``; float64 for the recipe "float64". `ep_size` changes nothing here."""
+        if call.recipe.name == "float64":
+            return truth(call)
+        with np.errstate(invalid="ignore", over="ignore"):
+            return reference_moe(call).astype(BF16)

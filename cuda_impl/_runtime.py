@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton as this package uses it: compiled on a GPU, interpreted on a machine without one.
+
+Triton decides between the two when its decorators run, by the environment variable ``TRITON_INTERPRET``. Every
+kernel module imports `triton` and `tl` from here, so the variable is settled first: where torch sees no CUDA
+device and the variable is not set, this module sets it to 1 for the process. Setting it to 0 beforehand asks for
+compilation only (what `aot` does). If something else imported Triton earlier without the variable, Triton's own
+library functions can no longer be interpreted, and importing this module raises ImportError saying so.
+
+`launch` is the one door to the device. Under `recording` it notes what would have been launched instead, which is
+how `aot` learns every kernel variant of the real host path without a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_PRELOADED = "triton.language" in sys.modules
+
+if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
+    raise ImportError(
+        "triton was imported before isomoe and without TRITON_INTERPRET=1, so its kernels cannot be interpreted "
+        "in this process: set TRITON_INTERPRET=1 before the first import of triton"
+    )
+
+# The interpreter multiplies bf16 bit patterns as integers and truncates where the hardware rounds; helpers in
+# `device_numerics` branch on this.
+INTERPRET = tl.constexpr(INTERPRETED)
+
+# Shared memory a program may use, bytes, by compute capability (CUDA programming guide, technical specifications).
+SHARED_MEMORY = {
+    (7, 5): 64 * 1024,
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 7): 163 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (10, 3): 227 * 1024,
+    (12, 0): 99 * 1024,
+    (12, 1): 99 * 1024,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels are built for.
+
+    Attributes:
+      capability: compute capability, or None under the interpreter.
+    """
+
+    capability: tuple[int, int] | None
+
+    @property
+    def native_fp8(self) -> bool:
+        """Whether the device converts and multiplies e4m3 itself (8.9 and later)."""
+        return self.capability is not None and self.capability >= (8, 9)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory a program may use."""
+        if self.capability is None:
+            return 1 << 30
+        return SHARED_MEMORY.get(self.capability, 99 * 1024)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: enough to compile the same variant elsewhere."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+class _Recorder:
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.launches: list[Launch] = []
+
+
+_recorder: _Recorder | None = None
+
+
+@contextlib.contextmanager
+def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
+    """Note launches for a device of `capability` instead of making them; tensors may live on ``meta``."""
+    global _recorder
+    previous, _recorder = _recorder, _Recorder(Target(capability))
+    try:
+        yield _recorder.launches
+    finally:
+        _recorder = previous
+
+
+def target_of(device: torch.device) -> Target:
+    """The target that kernels over tensors on `device` are built for."""
+    if _recorder is not None:
+        return _recorder.target
+    if INTERPRETED:
+        return Target(None)
+    return Target(torch.cuda.get_device_capability(device))
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3, **constexprs: Any
+) -> None:
+    """Run `kernel` over `grid`; `arguments` are its runtime parameters by name, in its order."""
+    if _recorder is not None:
+        _recorder.launches.append(Launch(kernel, grid, dict(arguments), constexprs, num_warps, num_stages))
+        return
+    kernel[grid](**arguments, **constexprs, num_warps=num_warps, num_stages=num_stages)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one build of the expert kernel is: shapes, recipe, adapters and blocks, all static, and what they occupy.
+
+`scratch` is the one list of on-chip buffers. The kernel allocates from it and the block chooser adds it up, so the
+memory model cannot drift from the allocation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ROW_BLOCK = 32
+"""Rows staged at a time; the sublane tile of 8-bit data."""
+LANES = 128
+BF16_SUBLANES = 16
+
+KERNEL_RECIPES = ("w8a8", "w8a16", "bf16")
+TRANSPORTS = ("push_bf16", "rs_bf16")
+
+_ITEMSIZE = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "uint32": 4, "int32": 4}
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile sizes of one build.
+
+    Attributes:
+      bf: columns of the intermediate dimension a step covers; with w8a8 also the width one hidden scale covers.
+      rows: rows of a panel (R): an expert with more is visited again, and its weights are streamed again.
+      rungs: static tile heights, ascending, the last equal to `rows`.
+      nbuf: weight tiles in flight or in use.
+      xbuf: row panels buffered (1 or 2).
+      stage: result rows converted and sent at a time.
+      pairs: (expert, adapter) pairs held at once; 0 without adapters.
+    """
+
+    bf: int
+    rows: int
+    rungs: tuple[int, ...]
+    nbuf: int
+    xbuf: int
+    stage: int
+    pairs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bf < 1 or self.bf % LANES:
+            raise ValueError(f"bf: got {self.bf}, want a positive multiple of {LANES}")
+        if self.rows < ROW_BLOCK or self.rows % ROW_BLOCK:
+            raise ValueError(f"rows: got {self.rows}, want a positive multiple of {ROW_BLOCK}")
+        if not self.rungs or list(self.rungs) != sorted(set(self.rungs)) or self.rungs[-1] != self.rows:
+            raise ValueError(f"rungs: got {self.rungs}, want ascending heights ending in rows={self.rows}")
+        if any(r < ROW_BLOCK or r % ROW_BLOCK for r in self.rungs):
+            raise ValueError(f"rungs: got {self.rungs}, want multiples of {ROW_BLOCK}")
+        if self.nbuf < 2:
+            raise ValueError(f"nbuf: got {self.nbuf}, want at least 2")
+        if self.xbuf not in (1, 2):
+            raise ValueError(f"xbuf: got {self.xbuf}, want 1 or 2")
+        if self.stage < ROW_BLOCK or self.stage % ROW_BLOCK or self.rows % self.stage:
+            raise ValueError(f"stage: got {self.stage}, want a multiple of {ROW_BLOCK} dividing rows={self.rows}")
+        if self.pairs < 0:
+            raise ValueError(f"pairs: got {self.pairs}, want at least 0")
+
+
+@dataclass(frozen=True)
+class LoRASpec:
+    """Adapter slots a build serves: `slots` of rank at most `rank` (a multiple of 16; smaller ranks zero-padded)."""
+
+    slots: int
+    rank: int
+    shared_a13: bool = False
+    shared_b2: bool = False
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"slots: got {self.slots}, want at least 1")
+        if self.rank < 1 or self.rank % BF16_SUBLANES:
+            raise ValueError(f"rank: got {self.rank}, want a positive multiple of {BF16_SUBLANES}")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One on-chip buffer: what the kernel calls it, where it lives, and its shape."""
+
+    name: str
+    space: str
+    shape: tuple[int, ...]
+    dtype: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes with the last two dimensions padded to the native tile (an upper bound)."""
+        if self.space != "vmem":
+            return 0
+        item = _ITEMSIZE[self.dtype]
+        dims = list(self.shape)
+        dims[-1] = round_up(dims[-1], LANES)
+        if len(dims) > 1:
+            dims[-2] = round_up(dims[-2], 8 * (4 // item))
+        total = item
+        for d in dims:
+            total *= d
+        return total
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One build of the expert kernel.
+
+    Attributes:
+      hidden: model width H, a multiple of 256 (padded).
+      inter: intermediate size, a multiple of ``blocks.bf`` (padded).
+      experts: experts held here.
+      tokens: rows of the gathered activations (T, all devices).
+      top_k: experts a token visits.
+      ep: devices along the expert axis; `axis` is its mesh name.
+      recipe: ``"w8a8"``, ``"w8a16"`` or ``"bf16"``.
+      block_scales: [128, 128] weight scales (one a row of w13 and w2 otherwise).
+      static_scales: activations use scales known at load.
+      transport: how results leave: ``"push_bf16"`` writes each row to its token's owner, ``"rs_bf16"`` leaves
+        rows here for a reduce-scatter.
+    """
+
+    hidden: int
+    inter: int
+    experts: int
+    tokens: int
+    top_k: int
+    ep: int
+    axis: str
+    activation: str
+    gated: bool
+    recipe: str
+    block_scales: bool
+    static_scales: bool
+    has_bias: bool
+    transport: str
+    blocks: Blocks
+    lora: LoRASpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.hidden % 256:
+            raise ValueError(f"hidden: got {self.hidden}, want a multiple of 256 (pad it)")
+        if self.inter % self.blocks.bf:
+            raise ValueError(f"inter: got {self.inter}, want a multiple of bf={self.blocks.bf} (pad it)")
+        if self.recipe not in KERNEL_RECIPES:
+            raise ValueError(f"recipe: got {self.recipe!r}, want one of {', '.join(KERNEL_RECIPES)}")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport: got {self.transport!r}, want one of {', '.join(TRANSPORTS)}")
+        if self.tokens % self.ep:
+            raise ValueError(f"tokens: got {self.tokens}, want a multiple of ep={self.ep} (pad them)")
+        if (self.lora is None) != (self.blocks.pairs == 0):
+            raise ValueError(f"pairs: got {self.blocks.pairs} with lora={self.lora}")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights are FP8 with scales."""
+        return self.recipe != "bf16"
+
+    @property
+    def halves(self) -> int:
+        return 2 if self.gated else 1
+
+    @property
+    def tiles(self) -> int:
+        """f tiles an expert has."""
+        return self.inter // self.blocks.bf
+
+    @property
+    def capacity(self) -> int:
+        """Rows this device may have to compute: every pair may be routed here."""
+        return self.tokens * self.top_k
+
+    @property
+    def local_rows(self) -> int:
+        """Pairs of the tokens this device owns: the arrival buffer of a push."""
+        return self.capacity // self.ep
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of the stacked adapters: pairs x rank, padded to whole vector registers."""
+        return round_up(self.blocks.pairs * self.lora.rank, LANES) if self.lora else 0
+
+    @property
+    def groups(self) -> int:
+        """Visits an expert is cut into because only `pairs` adapters fit at once."""
+        return -(-self.lora.slots // self.blocks.pairs) if self.lora else 1
+
+    @property
+    def max_visits(self) -> int:
+        return min(self.capacity, self.experts * self.groups) + self.capacity // self.blocks.rows
+
+    @property
+    def max_chunks(self) -> int:
+        return self.max_visits + self.capacity // self.blocks.stage
+
+    @property
+    def max_runs(self) -> int:
+        """Contiguous runs of rows to one owner: per (expert, adapter, owner), cut at chunk ends."""
+        slots = self.lora.slots if self.lora else 0
+        return min(self.capacity, self.experts * (slots + 1) * self.ep + self.max_chunks)
+
+    @property
+    def scale_groups13(self) -> int:
+        """Rows of w13's scale tile: one a 128-block of H with block scales."""
+        return self.hidden // LANES if self.block_scales else 1
+
+    @property
+    def scale_groups2(self) -> int:
+        return self.blocks.bf // LANES if self.block_scales else 1
+
+    @property
+    def table(self) -> TableLayout:
+        return TableLayout.of(self)
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Offsets into the one int32 table the kernel reads from scalar memory.
+
+    A visit holds: expert, first sorted row, row count, first chunk, pair count, then per pair: slot, first row,
+    end row (relative to the visit). A chunk holds its first run. A run holds first sorted row, owner, arrival row.
+    """
+
+    visits: int
+    visit_width: int
+    rows: int
+    chunks: int
+    run_row: int
+    run_owner: int
+    run_dest: int
+    size: int
+
+    HEADER = 8
+    """Visit count, rank, rows that arrive from other devices, chunk count, then spares."""
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> TableLayout:
+        width = 5 + 3 * spec.blocks.pairs
+        visits = cls.HEADER
+        rows = visits + width * spec.max_visits
+        # Rows are gathered 32 at a time, so the last block may read past the last row.
+        chunks = rows + spec.capacity + ROW_BLOCK
+        push = spec.transport.startswith("push")
+        runs = spec.max_runs + 1 if push else 0
+        run_row = chunks + (spec.max_chunks + 1 if push else 0)
+        return cls(visits, width, rows, chunks, run_row, run_row + runs, run_row + 2 * runs, run_row + 3 * runs)
+
+
+def scratch(spec: KernelSpec) -> list[Buffer]:
+    """Every on-chip buffer of a build, in the kernel's argument order."""
+    b = spec.blocks
+    h, bf, rows = spec.hidden, b.bf, b.rows
+    wdtype = "float8_e4m3fn" if spec.quantized else "bfloat16"
+    xdtype = "float8_e4m3fn" if spec.recipe == "w8a8" else "bfloat16"
+    out = [
+        Buffer("xg", "vmem", (b.xbuf, rows // ROW_BLOCK, ROW_BLOCK, h // 256, LANES), "uint32"),
+        Buffer("xs", "vmem", (rows, h), xdtype),
+        Buffer("y", "vmem", (rows, h), "float32"),
+        Buffer("w13v", "vmem", (b.nbuf, h, spec.halves * bf), wdtype),
+        Buffer("w2v", "vmem", (b.nbuf, bf, h), wdtype),
+        Buffer("st", "vmem", (2, b.stage, h // LANES, LANES), "bfloat16"),
+        Buffer("lens", "smem", (4,), "int32"),
+        Buffer("gather_sem", "dma", (b.xbuf,)),
+        Buffer("weight_sem", "dma", (b.nbuf,)),
+        Buffer("out_sem", "dma", (2,)),
+    ]
+    if spec.quantized:
+        out.append(Buffer("s13v", "vmem", (b.nbuf, spec.scale_groups13, spec.halves * bf), "float32"))
+        if spec.block_scales:
+            out.append(Buffer("s2v", "vmem", (b.nbuf, spec.scale_groups2, h), "float32"))
+        else:
+            out.append(Buffer("s2v", "vmem", (2, 1, h), "float32"))
+    if spec.recipe == "w8a8" and not spec.static_scales:
+        groups = spec.hidden // LANES if spec.block_scales else 1
+        out.append(Buffer("sx", "vmem", (rows, round_up(groups, LANES)), "float32"))
+    if spec.has_bias:
+        out += [
+            Buffer("b13v", "vmem", (b.nbuf, 1, spec.halves * bf), "float32"),
+            Buffer("b2v", "vmem", (2, 1, h), "float32"),
+        ]
+    if spec.has_bias or (spec.quantized and not spec.block_scales):
+        out.append(Buffer("visit_sem", "dma", (2,)))
+    if spec.ep > 1 and spec.transport.startswith("push"):
+        out += [Buffer("send_sem", "dma", (2,)), Buffer("recv_sem", "dma", (1,))]
+    if spec.lora:
+        a = spec.lanes
+        if spec.recipe == "w8a8":
+            out.append(Buffer("xb", "vmem", (rows, h), "bfloat16"))
+        out += [
+            Buffer("la13", "vmem", (spec.halves, a, h), "bfloat16"),
+            Buffer("lb13", "vmem", (spec.tiles, a, spec.halves * bf), "bfloat16"),
+            Buffer("la2", "vmem", (spec.tiles, a, bf), "bfloat16"),
+            Buffer("lb2", "vmem", (a, h), "bfloat16"),
+            Buffer("vs", "vmem", (rows, spec.halves * a), "bfloat16"),
+            Buffer("us", "vmem", (rows, a), "float32"),
+            Buffer("lora_sem", "dma", (3,)),
+        ]
+    return out
+
+
+def operands(spec: KernelSpec) -> list[str]:
+    """Names of the kernel's device-memory operands, in order (after the scalar tables)."""
+    names = ["x", "w13", "w2"]
+    if spec.quantized:
+        names += ["s13", "s2"]
+    if spec.has_bias:
+        names += ["b13", "b2"]
+    if spec.lora:
+        names += ["a13", "lora_b13", "a2", "lora_b2"]
+    return names
+
+
+def scratch_bytes(spec: KernelSpec) -> int:
+    """VMEM bytes of a build."""
+    return sum(buffer.nbytes for buffer in scratch(spec))
+
+
+def dma_semaphores(spec: KernelSpec) -> int:
+    """DMA semaphores of a build."""
+    return sum(buffer.shape[0] for buffer in scratch(spec) if buffer.space == "dma")
+
+
+def static_dict(spec: KernelSpec) -> dict[str, Any]:
+    """The build as plain values, for reports."""
+    from dataclasses import asdict
+
+    return asdict(spec)

@@ -70,7 +70,7 @@ class Case:
     lora: str = "none"
     routing: str = "uniform"
     ep: int = 1
-    tokens: int = 12
+    tokens: int = 16
     activation: str = "silu"
     bias: bool = False
     shape: Shape = field(default=SMALL)

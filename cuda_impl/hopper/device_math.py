@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device functions that more than one Gluon kernel calls, and the quantiser's two constants.
+
+The quantiser is the package's: ``s = max(absmax, EPS) * f32(1/448)``, ``q = e4m3(clip(x / s))`` with a correctly
+rounded reciprocal.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+EPS = gl.constexpr(1e-10)
+INV_FP8_MAX = gl.constexpr(1.0 / 448.0)
+
+
+@gluon.jit
+def glu(gate, up, ACTIVATION: gl.constexpr):
+    """``act(gate) * up`` in float32; ACTIVATION is one of "silu", "gelu_tanh", "swigluoai"."""
+    if ACTIVATION == "silu":
+        return gl.fdiv(gate, 1.0 + gl.exp(-gate)) * up
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        # 0.5 * (1 + tanh(z)) is the logistic function of 2 z.
+        return gl.fdiv(gate, 1.0 + gl.exp(-2.0 * inner)) * up
+    else:
+        gl.static_assert(ACTIVATION == "swigluoai")
+        gate = gl.minimum(gate, 7.0)
+        up = gl.minimum(gl.maximum(up, -7.0), 7.0)
+        return gl.fdiv(gate, 1.0 + gl.exp(-1.702 * gate)) * (up + 1.0)

@@ -112,6 +112,11 @@ def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         _recorder = previous
 
 
+def is_recording() -> bool:
+    """Whether `recording` is active."""
+    return _recorder is not None
+
+
 def target_of(device: torch.device) -> Target:
     """The target that kernels over tensors on `device` are built for."""
     if _recorder is not None:

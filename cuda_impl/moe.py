@@ -15,7 +15,7 @@ import torch
 from ..common.activations import supports as activation_exists
 from ..common.checks import check_choice
 from ..common.recipes import Group, Recipe, default_recipe
-from ._runtime import target_of
+from . import _runtime
 from .align import align
 from .combine import combine
 from .grouped_gemm import LoRAExpand, choose_block_m, grouped_gemm
@@ -188,7 +188,9 @@ def fused_moe(
         recipe = default_recipe(recipe, scheme, static_input=weights.w13_input_scale is not None)
     _check(x, topk_weights, topk_ids, weights, activation, recipe, adapters, adapter_ids, expert_map, x_scale, out_dtype)
     lora = adapters
-    return _fused_moe_op(
+    # Recording runs the chain itself on meta tensors, where the operator would only run its shape function.
+    run = _fused_moe if _runtime.is_recording() else _fused_moe_op
+    return run(
         x,
         topk_weights,
         topk_ids,
@@ -231,8 +233,7 @@ def _operand(
     return quantize_rows(rows, group, static_scale=static, pair_bin=pair_bin)
 
 
-@torch.library.custom_op("isomoe::fused_moe", mutates_args=())
-def _fused_moe_op(
+def _fused_moe(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -271,7 +272,7 @@ def _fused_moe_op(
     alignment = align(
         topk_ids,
         local_experts=experts,
-        block_m=choose_block_m(pairs, experts, target_of(x.device)),
+        block_m=choose_block_m(pairs, experts, _runtime.target_of(x.device)),
         expert_map=expert_map,
         adapter_ids=adapter_ids,
         slot_ids=slot_ids,
@@ -311,6 +312,9 @@ def _fused_moe_op(
     )  # fmt: skip
     combine(o, topk_weights, alignment.pair_bin, out)
     return out
+
+
+_fused_moe_op = torch.library.custom_op("isomoe::fused_moe", _fused_moe, mutates_args=())
 
 
 @_fused_moe_op.register_fake

@@ -17,7 +17,7 @@ import torch
 
 from ._runtime import cdiv, launch, next_power_of_2, tl, triton
 
-_SUB = 128  # pairs ranked against each other at once
+_SUB = 64  # pairs ranked against each other at once
 _CHUNK = 1024  # pairs of one program
 
 

@@ -215,7 +215,7 @@ def choose_config(block_m: int, halves: int, columns: int, two_level: bool, a_by
     # Two accumulators, and a third value while a step's product waits for its scale, share the registers.
     wide = block_m >= 128 and (halves == 2 or two_level)
     block_n = 64 if block_m <= 16 or (halves == 2 and (two_level or block_m >= 64)) or wide else 128
-    num_warps = 8 if block_m * block_n * halves >= 128 * 128 else 4
+    num_warps = 8 if block_m >= 64 else 4
     block_k = 128 if max(a_bytes, w_bytes) == 1 or two_level else 64
     stage = block_m * block_k * a_bytes + halves * block_n * block_k * w_bytes
     # A quarter is left to what the compiler adds (layout conversions, the expand's tiles).

@@ -150,7 +150,8 @@ def ue8m0_ceil(scales: np.ndarray) -> np.ndarray:
 def decode_e8m0(codes: np.ndarray) -> np.ndarray:
     """E8M0 bytes to float32 powers of two, ``2 ** (byte - 127)``; byte 0 is 2^-127 and byte 255 is NaN."""
     raw = codes.view(np.uint8) if codes.dtype == E8M0 else codes.astype(np.uint8)
-    return np.where(raw == 255, np.float32(np.nan), np.ldexp(np.float32(1), raw.astype(np.int32) - 127))
+    exponent = np.where(raw == 255, 0, raw.astype(np.int32) - 127)
+    return np.where(raw == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponent))
 
 
 def e4m3fn_to_fnuz(codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-parallel FP8 MoE on a TPU mesh: the operation on jax arrays.
+
+A layer call is: gather the activations of all devices (rows packed to 32-bit words), gather routing metadata, plan,
+the expert kernel, and the weighted sum. Everything a trace depends on is in an `EPBuild`; arrays are arguments, so
+loading, replacing or removing an adapter never traces again.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..common.config import FusedMoEConfig
+from .blocks import generation, max_tokens
+from .combine import combine
+from .expert_kernel import expert_kernel
+from .layout import padded_hidden
+from .numerics import pack_rows
+from .plan import build_plan
+from .spec import Blocks, KernelSpec, LoRASpec, round_up
+
+@dataclass(frozen=True)
+class EPBuild:
+    """Everything static about a layer's program.
+
+    Attributes:
+      mesh: the device mesh, of any rank; axes other than `axis` see replicated tokens.
+      axis: the mesh axis experts and tokens are split over.
+      config: the layer.
+      scheme: `MoEWeights.scheme`.
+      recipe: ``"w8a8"``, ``"w8a16"`` or ``"bf16"``.
+      blocks: tile sizes; ``blocks.bf`` must be the width the weights were laid out with.
+      generation: TPU generation the limits are taken from.
+      transport: see `combine`.
+      lora: adapter slots of the build; None for the program without adapters.
+      static_scales: activations use the checkpoint's scales.
+      interpret: False, or `pltpu.InterpretParams`.
+      bounds_checks: keep DMA bounds checks.
+      collective_id: barrier id of the kernel.
+      num_experts: experts on the mesh, where they are not all of ``config.num_experts``.
+    """
+
+    mesh: Mesh
+    axis: str
+    config: FusedMoEConfig
+    scheme: str
+    recipe: str
+    blocks: Blocks
+    generation: str
+    transport: str = "push_bf16"
+    lora: LoRASpec | None = None
+    static_scales: bool = False
+    interpret: Any = False
+    bounds_checks: bool = False
+    collective_id: int = 0
+    num_experts: int | None = None
+
+    @property
+    def experts(self) -> int:
+        """Experts on the mesh; ids in ``[0, experts)`` are routed."""
+        return self.config.num_experts if self.num_experts is None else self.num_experts
+
+    @property
+    def ep(self) -> int:
+        return int(self.mesh.shape[self.axis])
+
+    @property
+    def local_experts(self) -> int:
+        """Experts a device holds; the last devices' may include padding."""
+        return -(-self.experts // self.ep)
+
+    def spec(self, tokens: int) -> KernelSpec:
+        """The kernel build for `tokens` rows in all (a multiple of the device count)."""
+        c = self.config
+        return KernelSpec(
+            hidden=padded_hidden(c.hidden_dim),
+            inter=round_up(c.intermediate_size, self.blocks.bf),
+            experts=self.local_experts,
+            tokens=tokens,
+            top_k=c.experts_per_token,
+            ep=self.ep,
+            axis=self.axis,
+            activation=c.activation,
+            gated=c.is_act_and_mul,
+            recipe=self.recipe,
+            block_scales=self.scheme == "block",
+            static_scales=self.static_scales,
+            has_bias=c.has_bias,
+            transport=self.transport,
+            blocks=self.blocks,
+            lora=self.lora,
+        )
+
+    def shardings(self) -> dict[str, PartitionSpec]:
+        """How each operand is split: experts over `axis`, shared adapter matrices replicated."""
+        experts, slots = PartitionSpec(self.axis), PartitionSpec(None, self.axis)
+        out = {name: experts for name in ("w13", "w2", "s13", "s2", "b13", "b2")}
+        if self.lora:
+            out["a13"] = PartitionSpec() if self.lora.shared_a13 else slots
+            out["lora_b13"] = out["a2"] = slots
+            out["lora_b2"] = PartitionSpec() if self.lora.shared_b2 else slots
+        return out
+
+
+def fused_moe_ep(
+    x: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    tensors: dict[str, jax.Array],
+    *,
+    build: EPBuild,
+    adapter_slots: jax.Array | None = None,
+    act_scale: jax.Array | None = None,
+) -> jax.Array:
+    """One MoE layer after routing, experts split over ``build.axis``. May be called inside a jitted function.
+
+    Args:
+      x: bfloat16 ``[T, H]``; T need not divide by the device count.
+      topk_weights: float32 ``[T, K]``.
+      topk_ids: int32 ``[T, K]``, global; ids outside ``[0, E)`` are skipped.
+      tensors: operands in the layouts of `layout`, expert axes padded to ``ep * build.local_experts``.
+      build: the static part.
+      adapter_slots: int32 ``[T]``, slot in ``[0, build.lora.slots)`` or -1; None where the build has no adapters.
+      act_scale: float32 ``[4]`` (`layout.activation_scales`) where ``build.static_scales``.
+
+    Returns:
+      bfloat16 ``[T, H]``.
+
+    Raises:
+      TypeError, ValueError: an argument of the wrong dtype or shape.
+    """
+    _check_arguments(x, topk_weights, topk_ids, tensors, build, adapter_slots, act_scale)
+    tokens, limit = x.shape[0], max_tokens(build.spec(build.ep))
+    if limit < 1:
+        raise ValueError(f"build: scalar memory of {build.generation} holds no routing table of this layer")
+    parts = []
+    for start in range(0, tokens, limit):
+        cut = slice(start, min(start + limit, tokens))
+        slots = None if adapter_slots is None else adapter_slots[cut]
+        parts.append(_layer(x[cut], topk_weights[cut], topk_ids[cut], slots, tensors, act_scale, build=build))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _check_arguments(
+    x: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    tensors: dict[str, jax.Array],
+    build: EPBuild,
+    adapter_slots: jax.Array | None,
+    act_scale: jax.Array | None,
+) -> None:
+    c = build.config
+    want: list[tuple[str, Any, Any, tuple[int | None, ...]]] = [
+        ("x", x, jnp.bfloat16, (None, c.hidden_dim)),
+        ("topk_weights", topk_weights, jnp.float32, (x.shape[0], c.experts_per_token)),
+        ("topk_ids", topk_ids, jnp.int32, (x.shape[0], c.experts_per_token)),
+    ]
+    if adapter_slots is not None:
+        want.append(("adapter_slots", adapter_slots, jnp.int32, (x.shape[0],)))
+    if act_scale is not None:
+        want.append(("act_scale", act_scale, jnp.float32, (4,)))
+    for label, value, dtype, shape in want:
+        if value.dtype != dtype:
+            raise TypeError(f"{label}: got {value.dtype}, want {jnp.dtype(dtype).name}")
+        if value.ndim != len(shape) or any(w is not None and w != g for w, g in zip(shape, value.shape)):
+            raise ValueError(f"{label}: got shape {list(value.shape)}, want {list(shape)}")
+    if x.shape[0] == 0:
+        raise ValueError("x: got no tokens, want at least one")
+    if (adapter_slots is None) != (build.lora is None):
+        raise ValueError(f"adapter_slots: got {'none' if adapter_slots is None else 'some'} with lora={build.lora}")
+    if (act_scale is None) == build.static_scales:
+        raise ValueError(f"act_scale: got {act_scale}, the build has static_scales={build.static_scales}")
+    names = set(operand_shapes(build))
+    if set(tensors) != names:
+        raise ValueError(f"tensors: got {sorted(tensors)}, want {sorted(names)}")
+    for name, (shape, dtype) in operand_shapes(build).items():
+        if tensors[name].shape != shape or tensors[name].dtype != dtype:
+            raise ValueError(
+                f"tensors[{name!r}]: got {tensors[name].dtype} {list(tensors[name].shape)}, want "
+                f"{jnp.dtype(dtype).name} {list(shape)} (see tpu_impl.layout)"
+            )
+
+
+def operand_shapes(build: EPBuild) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Global shape and dtype of every operand of a build, experts padded over all devices."""
+    s = build.spec(build.ep)
+    e, nf, bf, h, n = build.ep * s.experts, s.tiles, s.blocks.bf, s.hidden, s.halves
+    weight = jnp.float8_e4m3fn if s.quantized else jnp.bfloat16
+    out: dict[str, tuple[tuple[int, ...], Any]] = {"w13": ((e, nf, h, n * bf), weight), "w2": ((e, nf, bf, h), weight)}
+    if s.quantized:
+        out["s13"] = ((e, nf, s.scale_groups13, n * bf), jnp.float32)
+        out["s2"] = ((e, nf, s.scale_groups2, h) if s.block_scales else (e, 1, h), jnp.float32)
+    if s.has_bias:
+        out |= {"b13": ((e, nf, 1, n * bf), jnp.float32), "b2": ((e, 1, h), jnp.float32)}
+    if s.lora:
+        slots, r = s.lora.slots, s.lora.rank
+        out |= {
+            "a13": ((slots, 1 if s.lora.shared_a13 else e, n, r, h), jnp.bfloat16),
+            "lora_b13": ((slots, e, nf, r, n * bf), jnp.bfloat16),
+            "a2": ((slots, e, nf, r, bf), jnp.bfloat16),
+            "lora_b2": ((slots, 1 if s.lora.shared_b2 else e, r, h), jnp.bfloat16),
+        }
+    return out
+
+
+def _pad_rows(a: jax.Array, rows: int, value: int) -> jax.Array:
+    return jnp.pad(a, [(0, rows - a.shape[0])] + [(0, 0)] * (a.ndim - 1), constant_values=value)
+
+
+@functools.partial(jax.jit, static_argnames=("build",))
+def _layer(
+    x: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    slots: jax.Array | None,
+    tensors: dict[str, jax.Array],
+    act_scale: jax.Array | None,
+    *,
+    build: EPBuild,
+) -> jax.Array:
+    tokens = x.shape[0]
+    padded = round_up(tokens, build.ep)
+    spec = build.spec(padded)
+    x = jnp.pad(x, [(0, padded - tokens), (0, spec.hidden - x.shape[1])])
+    topk_weights = _pad_rows(topk_weights, padded, 0)
+    topk_ids = _pad_rows(topk_ids, padded, -1)
+    rows = PartitionSpec(build.axis)
+    shardings = build.shardings()
+    args: dict[str, Any] = {
+        "x": x, "weights": topk_weights, "ids": topk_ids, "rank": jnp.arange(build.ep, dtype=jnp.int32)
+    }
+    specs: dict[str, Any] = {name: rows for name in args}
+    if slots is not None:
+        args["slots"], specs["slots"] = _pad_rows(slots, padded, -1), rows
+    if act_scale is not None:
+        args["act_scale"], specs["act_scale"] = act_scale, PartitionSpec()
+    args["tensors"] = tensors
+    specs["tensors"] = {name: shardings[name] for name in tensors}
+    local = functools.partial(_local_layer, build=build, spec=spec)
+    out = jax.shard_map(local, mesh=build.mesh, in_specs=(specs,), out_specs=rows, check_vma=False)(args)
+    return out[:tokens, : build.config.hidden_dim]
+
+
+def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> jax.Array:
+    """One device's share, inside `shard_map`."""
+    plan = build_plan(spec, build.experts, args["ids"], args.get("slots"), args["rank"][0])
+    packed = pack_rows(args["x"])
+    if spec.ep > 1:
+        packed = lax.all_gather(packed, spec.axis, axis=0, tiled=True)
+    scalars = [plan.table] + ([args["act_scale"]] if spec.static_scales else [])
+    results = expert_kernel(
+        spec, scalars, {"x": packed, **args["tensors"]},
+        vmem_limit_bytes=generation(build.generation).vmem_limit_bytes,
+        interpret=build.interpret,
+        bounds_checks=build.bounds_checks,
+        collective_id=build.collective_id,
+    )
+    return combine(spec, results, plan, args["weights"])
+
+
+def place(tensors: dict[str, np.ndarray], build: EPBuild) -> dict[str, jax.Array]:
+    """Put host operands on the mesh, split as the build wants them."""
+    specs = build.shardings()
+    return {name: jax.device_put(a, NamedSharding(build.mesh, specs[name])) for name, a in tensors.items()}

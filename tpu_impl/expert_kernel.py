@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The expert kernel: gather -> GMM1 -> LoRA -> activation -> GMM2 -> LoRA -> ship, in one Pallas call.
+
+One pass over a list of visits. A visit is one expert and a panel of at most R of its rows; experts without rows are
+not in the list, so their weights are never read. Inside a visit the intermediate dimension is walked in tiles of
+`bf` columns: gate/up weights ``[H, 2 bf]`` and down weights ``[bf, H]`` of one tile are used together, so the
+hidden activations never leave the chip and each weight byte is read once per panel. Weight tiles flow through a ring
+of `nbuf` slots filled across visit boundaries: while an expert's last tiles are multiplied, the next expert's first
+ones are already coming in. Rows are gathered by one-row DMAs a visit ahead.
+
+Adapters: the visit's (expert, adapter) pairs are stacked side by side into `lanes` columns. One dot shrinks all rows
+against all stacked A; what does not belong to a row's own adapter is masked to zero; one dot per tile expands into
+the float32 pre-activations. The stack is filled one visit ahead, each part as soon as the visit before has used it.
+Unused lanes hold zeros (0 x NaN would poison), and rows without adapter get +0.0.
+
+Results leave in chunks of `stage` rows: pushed straight from VMEM to the arrival buffer of the token's owner, one
+remote DMA per contiguous run, or (`rs_bf16`) left in sorted order for a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .numerics import apply_activation, cast_rows, quantize_rows, unpack_rows
+from .spec import LANES, ROW_BLOCK, Buffer, KernelSpec, operands, scratch
+
+# Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
+N_CHUNK = 1024
+
+_DTYPES = {
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "bfloat16": jnp.bfloat16,
+    "float32": jnp.float32,
+    "uint32": jnp.uint32,
+    "int32": jnp.int32,
+}
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _dot_nt(a: jax.Array, b: jax.Array) -> jax.Array:
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _column_chunks(width: int) -> list[tuple[int, int]]:
+    return [(n, min(N_CHUNK, width - n)) for n in range(0, width, N_CHUNK)]
+
+
+class _Kernel:
+    """The traced body; methods are its stages, attributes its references."""
+
+    def __init__(self, spec: KernelSpec, refs: dict[str, Any]) -> None:
+        self.spec = spec
+        self.blocks = spec.blocks
+        self.r = refs
+        self.table = spec.table
+        self.visits = refs["tab"][0]
+
+    # -- the visit table --------------------------------------------------------------------------------------
+
+    def visit(self, v: jax.Array, field: int) -> jax.Array:
+        return self.r["tab"][self.table.visits + v * self.table.visit_width + field]
+
+    def expert(self, v: jax.Array) -> jax.Array:
+        return self.visit(v, 0)
+
+    def first_row(self, v: jax.Array) -> jax.Array:
+        return self.visit(v, 1)
+
+    def row_count(self, v: jax.Array) -> jax.Array:
+        return self.visit(v, 2)
+
+    def row_blocks(self, v: jax.Array) -> jax.Array:
+        return lax.div(self.row_count(v) + (ROW_BLOCK - 1), ROW_BLOCK)
+
+    def pair(self, v: jax.Array, i: jax.Array | int, field: int) -> jax.Array:
+        """Field of the visit's i-th pair: 0 slot, 1 first row, 2 end row."""
+        return self.visit(v, 5 + 3 * i + field)
+
+    # -- rows -------------------------------------------------------------------------------------------------
+
+    def start_gather(self, v: jax.Array) -> None:
+        p = lax.rem(v, self.blocks.xbuf)
+        base = self.table.rows + self.first_row(v)
+
+        def block(i: jax.Array, _: None) -> None:
+            for j in range(ROW_BLOCK):
+                token = self.r["tab"][base + i * ROW_BLOCK + j]
+                pltpu.make_async_copy(
+                    self.r["x"].at[token], self.r["xg"].at[p, i, j], self.r["gather_sem"].at[p]
+                ).start()
+
+        lax.fori_loop(0, self.row_blocks(v), block, None)
+
+    def wait_gather(self, v: jax.Array) -> None:
+        p = lax.rem(v, self.blocks.xbuf)
+        got = self.r["xg"].at[p, pl.ds(0, self.row_blocks(v))]
+        pltpu.make_async_copy(got, got, self.r["gather_sem"].at[p]).wait()
+
+    def stage_rows(self, v: jax.Array) -> None:
+        """Unpack (and quantise) the gathered rows into the dots' operand and clear their accumulators."""
+        spec, r = self.spec, self.r
+        p = lax.rem(v, self.blocks.xbuf)
+        half = spec.hidden // 2
+
+        def block(i: jax.Array, _: None) -> None:
+            rows = pl.ds(pl.multiple_of(i * ROW_BLOCK, ROW_BLOCK), ROW_BLOCK)
+            halves = unpack_rows(r["xg"][p, i].reshape(ROW_BLOCK, half))
+            kept = r["xb"] if "xb" in r else (r["xs"] if spec.recipe != "w8a8" else None)
+            if kept is not None:
+                for j, part in enumerate(halves):
+                    kept[rows, j * half : (j + 1) * half] = part.astype(jnp.bfloat16)
+            if spec.recipe == "w8a8":
+                self.quantize_block(rows, halves)
+            r["y"][rows, :] = jnp.zeros((ROW_BLOCK, spec.hidden), jnp.float32)
+
+        lax.fori_loop(0, self.row_blocks(v), block, None)
+
+    def quantize_block(self, rows: Any, halves: tuple[jax.Array, jax.Array]) -> None:
+        spec, r = self.spec, self.r
+        half = spec.hidden // 2
+        if spec.static_scales:
+            for j, part in enumerate(halves):
+                r["xs"][rows, j * half : (j + 1) * half] = cast_rows(part, r["act_scale"][1])
+            return
+        if spec.block_scales:
+            for j, part in enumerate(halves):
+                for c in range(half // LANES):
+                    column = j * half + c * LANES
+                    codes, scale = quantize_rows(part[:, c * LANES : (c + 1) * LANES])
+                    r["xs"][rows, column : column + LANES] = codes
+                    group = column // LANES
+                    r["sx"][rows, group : group + 1] = scale
+            return
+        codes, scale = quantize_rows(jnp.concatenate(halves, axis=1))
+        r["xs"][rows, :] = codes
+        r["sx"][rows, :] = jnp.broadcast_to(scale, (ROW_BLOCK, LANES))
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def weight_copies(self, step: jax.Array) -> list[Any]:
+        """The copies that bring one f tile: weights, and the scales and bias that go with it."""
+        spec, r = self.spec, self.r
+        v, f = lax.div(step, spec.tiles), lax.rem(step, spec.tiles)
+        slot = lax.rem(step, self.blocks.nbuf)
+        e = self.expert(v)
+        pairs = [("w13", "w13v"), ("w2", "w2v")]
+        if spec.quantized:
+            pairs.append(("s13", "s13v"))
+            if spec.block_scales:
+                pairs.append(("s2", "s2v"))
+        if spec.has_bias:
+            pairs.append(("b13", "b13v"))
+        sem = r["weight_sem"].at[slot]
+        return [pltpu.make_async_copy(r[src].at[e, f], r[dst].at[slot], sem) for src, dst in pairs]
+
+    def start_weights(self, step: jax.Array) -> None:
+        for copy in self.weight_copies(step):
+            copy.start(priority=1)
+
+    def wait_weights(self, step: jax.Array) -> None:
+        for copy in self.weight_copies(step):
+            copy.wait()
+
+    def visit_copies(self, v: jax.Array) -> list[Any]:
+        """What an expert needs once: the down projection's scale and bias rows."""
+        spec, r = self.spec, self.r
+        q = lax.rem(v, 2)
+        pairs = []
+        if spec.quantized and not spec.block_scales:
+            pairs.append(("s2", "s2v"))
+        if spec.has_bias:
+            pairs.append(("b2", "b2v"))
+        e = self.expert(v)
+        return [pltpu.make_async_copy(r[src].at[e], r[dst].at[q], r["visit_sem"].at[q]) for src, dst in pairs]
+
+    # -- one tile ---------------------------------------------------------------------------------------------
+
+    def tile(self, height: int, f: jax.Array, slot: jax.Array) -> None:
+        """GMM1, LoRA, activation, quantise, GMM2 of `height` rows and one f tile."""
+        spec, r, bf = self.spec, self.r, self.blocks.bf
+        rows = slice(0, height)
+        g = self.gate_up(rows, slot)
+        if spec.has_bias:
+            g = g + r["b13v"][slot]
+        if spec.lora:
+            a = spec.lanes
+            delta = [
+                _dot(r["vs"][rows, j * a : (j + 1) * a], r["lb13"][f, :, j * bf : (j + 1) * bf])
+                for j in range(spec.halves)
+            ]
+            g = g + (jnp.concatenate(delta, axis=1) if spec.gated else delta[0])
+        up = g[:, bf:] if spec.gated else None
+        h = apply_activation(spec.activation, g[:, :bf], up).astype(jnp.bfloat16)
+        if spec.lora:
+            r["us"][rows, :] += _dot_nt(h, r["la2"][f])
+        self.down(rows, h, slot)
+
+    def gate_up(self, rows: slice, slot: jax.Array) -> jax.Array:
+        spec, r = self.spec, self.r
+        if not spec.block_scales:
+            g = _dot(r["xs"][rows, :], r["w13v"][slot])
+            if spec.recipe == "w8a8":
+                sx = r["act_scale"][0] if spec.static_scales else r["sx"][rows, 0:1]
+                g = g * sx
+            return g * r["s13v"][slot] if spec.quantized else g
+        g = None
+        for k in range(spec.hidden // LANES):
+            columns = slice(k * LANES, (k + 1) * LANES)
+            part = _dot(r["xs"][rows, columns], r["w13v"][slot, columns, :])
+            if spec.recipe == "w8a8":
+                part = part * r["sx"][rows, k : k + 1]
+            part = part * r["s13v"][slot, k : k + 1, :]
+            g = part if g is None else g + part
+        return g
+
+    def down(self, rows: slice, h: jax.Array, slot: jax.Array) -> None:
+        spec, r, bf = self.spec, self.r, self.blocks.bf
+        width = LANES if spec.block_scales else bf
+        for k in range(0, bf, width):
+            part = h[:, k : k + width]
+            scale = None
+            if spec.recipe == "w8a8":
+                if spec.static_scales:
+                    part, scale = cast_rows(part.astype(jnp.float32), r["act_scale"][3]), r["act_scale"][2]
+                else:
+                    part, scale = quantize_rows(part.astype(jnp.float32))
+            for n, w in _column_chunks(spec.hidden):
+                out = _dot(part, r["w2v"][slot, k : k + width, n : n + w])
+                if scale is not None:
+                    out = out * scale
+                if spec.block_scales:
+                    out = out * r["s2v"][slot, k // LANES : k // LANES + 1, n : n + w]
+                r["y"][rows, n : n + w] += out
+
+    def by_height(self, v: jax.Array, body: Any) -> None:
+        """Run `body(height)` for the smallest static height that covers the visit's rows."""
+        count, below = self.row_count(v), 0
+        for height in self.blocks.rungs:
+            pl.when((count > below) & (count <= height))(functools.partial(body, height))
+            below = height
+
+    # -- adapters ---------------------------------------------------------------------------------------------
+
+    def lora_copies(self, v: jax.Array, i: jax.Array, stage: int) -> list[Any]:
+        """Copies of pair i: stage 0 brings A13, 1 brings B13 and A2, 2 brings B2."""
+        spec, r = self.spec, self.r
+        lora = spec.lora
+        assert lora is not None
+        e, slot = self.expert(v), self.pair(v, i, 0)
+        lanes = pl.ds(pl.multiple_of(i * lora.rank, lora.rank), lora.rank)
+        sem = r["lora_sem"].at[stage]
+        if stage == 0:
+            src = r["a13"].at[slot, 0 if lora.shared_a13 else e]
+            return [pltpu.make_async_copy(src, r["la13"].at[:, lanes], sem)]
+        if stage == 1:
+            return [
+                pltpu.make_async_copy(r["lora_b13"].at[slot, e], r["lb13"].at[:, lanes], sem),
+                pltpu.make_async_copy(r["a2"].at[slot, e], r["la2"].at[:, lanes], sem),
+            ]
+        src = r["lora_b2"].at[slot, 0 if lora.shared_b2 else e]
+        return [pltpu.make_async_copy(src, r["lb2"].at[lanes], sem)]
+
+    def each_pair(self, v: jax.Array, stage: int, action: str) -> None:
+        def one(i: jax.Array, _: None) -> None:
+            for copy in self.lora_copies(v, i, stage):
+                getattr(copy, action)()
+
+        lax.fori_loop(0, self.visit(v, 4), one, None)
+
+    def clear_adapters(self) -> None:
+        """Zero the stack once, so that lanes no pair fills stay finite."""
+        r, spec = self.r, self.spec
+
+        def strip(i: jax.Array, _: None) -> None:
+            lanes = pl.ds(pl.multiple_of(i * 16, 16), 16)
+            for name in ("la13", "lb13", "la2"):
+                for j in range(r[name].shape[0]):
+                    r[name][j, lanes, :] = jnp.zeros((16, r[name].shape[2]), jnp.bfloat16)
+            r["lb2"][lanes, :] = jnp.zeros((16, spec.hidden), jnp.bfloat16)
+
+        lax.fori_loop(0, spec.lanes // 16, strip, None)
+
+    def row_mask(self, v: jax.Array, first: jax.Array | int, height: int) -> jax.Array:
+        """bool ``[height, lanes]``: whether a lane belongs to the adapter of row ``first + i``."""
+        spec = self.spec
+        assert spec.lora is not None
+        owner = lax.broadcasted_iota(jnp.int32, (1, spec.lanes), 1) // spec.lora.rank
+        low = jnp.zeros((1, spec.lanes), jnp.int32)
+        high = jnp.zeros((1, spec.lanes), jnp.int32)
+        for i in range(self.blocks.pairs):
+            live = (owner == i) & (i < self.visit(v, 4))
+            low = jnp.where(live, self.pair(v, i, 1), low)
+            high = jnp.where(live, self.pair(v, i, 2), high)
+        row = lax.broadcasted_iota(jnp.int32, (height, 1), 0) + first
+        return (row >= low) & (row < high)
+
+    def shrink(self, height: int, v: jax.Array) -> None:
+        spec, r = self.spec, self.r
+        a = spec.lanes
+        source = r["xb"] if "xb" in r else r["xs"]
+        mask = self.row_mask(v, 0, height)
+        for j in range(spec.halves):
+            shrunk = _dot_nt(source[0:height, :], r["la13"][j])
+            r["vs"][0:height, j * a : (j + 1) * a] = jnp.where(mask, shrunk, 0.0).astype(jnp.bfloat16)
+        r["us"][0:height, :] = jnp.zeros((height, a), jnp.float32)
+
+    # -- results ----------------------------------------------------------------------------------------------
+
+    def result_chunk(self, v: jax.Array, first: jax.Array, q: jax.Array) -> None:
+        """Finish `stage` rows (scale, bias, LoRA) and round them into the send buffer."""
+        spec, r, stage = self.spec, self.r, self.blocks.stage
+        rows = pl.ds(pl.multiple_of(first, stage), stage)
+        shrunk = None
+        if spec.lora:
+            mask = self.row_mask(v, first, stage)
+            shrunk = jnp.where(mask, r["us"][rows, :], 0.0).astype(jnp.bfloat16)
+        visit_slot = lax.rem(v, 2)
+        for n, w in _column_chunks(spec.hidden):
+            value = r["y"][rows, n : n + w]
+            if spec.quantized and not spec.block_scales:
+                value = value * r["s2v"][visit_slot, :, n : n + w]
+            if spec.has_bias:
+                value = value + r["b2v"][visit_slot, :, n : n + w]
+            if shrunk is not None:
+                value = value + _dot(shrunk, r["lb2"][:, n : n + w])
+            r["st"][q, :, n // LANES : (n + w) // LANES, :] = value.astype(jnp.bfloat16).reshape(
+                stage, w // LANES, LANES
+            )
+
+    def drain(self, q: jax.Array) -> None:
+        """Wait until the send buffer's last use has left."""
+        r = self.r
+        kept = r["lens"][2 * q]
+
+        @pl.when(kept > 0)
+        def _() -> None:
+            rows = r["st"].at[q, pl.ds(0, kept)]
+            pltpu.make_async_copy(rows, rows, r["out_sem"].at[q]).wait()
+
+        if "send_sem" in r:
+            sent = r["lens"][2 * q + 1]
+
+            @pl.when(sent > 0)
+            def _() -> None:
+                rows = r["st"].at[q, pl.ds(0, sent)]
+                pltpu.make_async_copy(rows, rows, r["send_sem"].at[q]).wait()
+
+    def push_runs(self, chunk: jax.Array, first: jax.Array, q: jax.Array) -> None:
+        """Send each run of the chunk to its owner; `first` is the chunk's first sorted row."""
+        r, t = self.r, self.table
+        tab, rank = r["tab"], r["tab"][1]
+
+        def run(i: jax.Array, sent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            row, owner, dest = tab[t.run_row + i], tab[t.run_owner + i], tab[t.run_dest + i]
+            length = tab[t.run_row + i + 1] - row
+            source = r["st"].at[q, pl.ds(row - first, length)]
+            target = r["o"].at[pl.ds(dest, length)]
+            here = owner == rank
+
+            @pl.when(here)
+            def _() -> None:
+                pltpu.make_async_copy(source, target, r["out_sem"].at[q]).start()
+
+            if "send_sem" in r:
+
+                @pl.when(jnp.logical_not(here))
+                def _() -> None:
+                    pltpu.make_async_remote_copy(
+                        source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
+                        device_id={self.spec.axis: owner}, device_id_type=pltpu.DeviceIdType.MESH,
+                    ).start()
+
+            kept = jnp.where(here, length, 0)
+            return sent[0] + kept, sent[1] + length - kept
+
+        zero = jnp.int32(0)
+        low, high = tab[t.chunks + chunk], tab[t.chunks + chunk + 1]
+        kept, sent = lax.fori_loop(low, high, run, (zero, zero))
+        r["lens"][2 * q] = kept
+        r["lens"][2 * q + 1] = sent
+
+    def ship(self, v: jax.Array) -> None:
+        r, stage = self.r, self.blocks.stage
+        count, first_row, first_chunk = self.row_count(v), self.first_row(v), self.visit(v, 3)
+
+        def chunk(c: jax.Array, _: None) -> None:
+            q = lax.rem(first_chunk + c, 2)
+            first = c * stage
+            self.drain(q)
+            self.result_chunk(v, first, q)
+            if self.spec.transport == "push_bf16":
+                self.push_runs(first_chunk + c, first_row + first, q)
+            else:
+                length = jnp.minimum(stage, count - first)
+                pltpu.make_async_copy(
+                    r["st"].at[q, pl.ds(0, length)], r["o"].at[pl.ds(first_row + first, length)], r["out_sem"].at[q]
+                ).start()
+                r["lens"][2 * q] = length
+
+        lax.fori_loop(0, lax.div(count + (stage - 1), stage), chunk, None)
+
+    # -- the whole --------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Every device has entered, so every arrival buffer exists."""
+        sem = pltpu.get_barrier_semaphore()
+
+        def signal(d: jax.Array, _: None) -> None:
+            pl.semaphore_signal(sem, 1, device_id={self.spec.axis: d}, device_id_type=pltpu.DeviceIdType.MESH)
+
+        lax.fori_loop(0, self.spec.ep, signal, None)
+        pl.semaphore_wait(sem, self.spec.ep)
+
+    def prologue(self) -> None:
+        for i in range(4):
+            self.r["lens"][i] = 0
+        steps = self.visits * self.spec.tiles
+        for s in range(self.blocks.nbuf - 1):
+            pl.when(s < steps)(functools.partial(self.start_weights, jnp.int32(s)))
+        if self.spec.lora:
+            self.clear_adapters()
+
+        @pl.when(self.visits > 0)
+        def _() -> None:
+            first = jnp.int32(0)
+            self.start_gather(first)
+            for copy in self.visit_copies(first):
+                copy.start()
+            if self.spec.lora:
+                self.each_pair(first, 0, "start")
+                self.each_pair(first, 1, "start")
+
+        if "send_sem" in self.r:
+            self.barrier()
+
+    def one_visit(self, v: jax.Array) -> None:
+        spec, nbuf = self.spec, self.blocks.nbuf
+        has_next = v + 1 < self.visits
+
+        def ahead(action: Any, *args: Any) -> None:
+            pl.when(has_next)(functools.partial(action, v + 1, *args))
+
+        def start_visit(u: jax.Array) -> None:
+            for copy in self.visit_copies(u):
+                copy.start()
+
+        self.wait_gather(v)
+        for copy in self.visit_copies(v):
+            copy.wait()
+        ahead(start_visit)
+        if self.blocks.xbuf == 2:
+            ahead(self.start_gather)
+        self.stage_rows(v)
+        if self.blocks.xbuf == 1:
+            ahead(self.start_gather)
+        if spec.lora:
+            self.each_pair(v, 2, "start")
+            self.each_pair(v, 0, "wait")
+            self.by_height(v, functools.partial(self.shrink, v=v))
+            ahead(self.each_pair, 0, "start")
+            self.each_pair(v, 1, "wait")
+
+        def step(f: jax.Array, _: None) -> None:
+            s = v * spec.tiles + f
+            later = s + (nbuf - 1)
+            pl.when(later < self.visits * spec.tiles)(functools.partial(self.start_weights, later))
+            self.wait_weights(s)
+            self.by_height(v, functools.partial(self.tile, f=f, slot=lax.rem(s, nbuf)))
+
+        lax.fori_loop(0, spec.tiles, step, None)
+        if spec.lora:
+            ahead(self.each_pair, 1, "start")
+            self.each_pair(v, 2, "wait")
+        self.ship(v)
+
+    def epilogue(self) -> None:
+        for q in range(2):
+            self.drain(jnp.int32(q))
+        if "recv_sem" in self.r:
+            arriving = self.r["tab"][2]
+
+            @pl.when(arriving > 0)
+            def _() -> None:
+                rows = self.r["o"].at[pl.ds(0, arriving)]
+                pltpu.make_async_copy(rows, rows, self.r["recv_sem"].at[0]).wait()
+
+    def run(self) -> None:
+        self.prologue()
+
+        def body(v: jax.Array, _: None) -> None:
+            self.one_visit(v)
+
+        lax.fori_loop(0, self.visits, body, None)
+        self.epilogue()
+
+
+def _names(spec: KernelSpec) -> list[str]:
+    scalars = ["tab"] + (["act_scale"] if spec.static_scales else [])
+    return [*scalars, *operands(spec), "o", *(buffer.name for buffer in scratch(spec))]
+
+
+def _body(spec: KernelSpec, *refs: Any) -> None:
+    names = _names(spec)
+    assert len(names) == len(refs), (names, len(refs))
+    _Kernel(spec, dict(zip(names, refs))).run()
+
+
+def _allocate(buffer: Buffer) -> Any:
+    if buffer.space == "dma":
+        return pltpu.SemaphoreType.DMA(buffer.shape)
+    space = pltpu.VMEM if buffer.space == "vmem" else pltpu.SMEM
+    return space(buffer.shape, _DTYPES[buffer.dtype])
+
+
+def output_rows(spec: KernelSpec) -> int:
+    """Rows of the kernel's result: arrivals of a push, or every sorted row."""
+    return spec.local_rows if spec.transport.startswith("push") else spec.capacity
+
+
+def expert_kernel(
+    spec: KernelSpec,
+    scalars: list[jax.Array],
+    tensors: dict[str, jax.Array],
+    *,
+    vmem_limit_bytes: int,
+    interpret: Any = False,
+    bounds_checks: bool = False,
+    collective_id: int = 0,
+) -> jax.Array:
+    """Run the build on one device (inside `shard_map` where ``spec.ep > 1``).
+
+    Args:
+      spec: the build.
+      scalars: the int32 table of `plan.build_plan`, then float32 ``[4]`` static activation scales
+        (x scale, its inverse, h scale, its inverse) where the build has them.
+      tensors: operands by name (`spec.operands`), in the layouts of `layout`.
+      vmem_limit_bytes: the compiler's on-chip budget.
+      interpret: False, or `pltpu.InterpretParams`.
+      bounds_checks: keep DMA bounds checks (four times slower row gathers).
+      collective_id: barrier semaphore id; two collective kernels in flight need different ids.
+
+    Returns:
+      bfloat16 ``[rows, H/128, 128]`` (`output_rows`); rows no pair maps to are undefined.
+    """
+    out_shape = jax.ShapeDtypeStruct((output_rows(spec), spec.hidden // LANES, LANES), jnp.bfloat16)
+    collective: dict[str, Any] = {}
+    if spec.ep > 1 and spec.transport.startswith("push"):
+        collective = dict(collective_id=collective_id, has_side_effects=True)
+    names = operands(spec)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    rows = spec.capacity
+    weights = sum(tensors[n].size * tensors[n].dtype.itemsize for n in names if n != "x")
+    call = pl.pallas_call(
+        functools.partial(_body, spec),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(1,),
+            in_specs=[anywhere] * len(names),
+            out_specs=anywhere,
+            scratch_shapes=[_allocate(buffer) for buffer in scratch(spec)],
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=not bounds_checks, **collective
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * spec.hidden * spec.inter * (spec.halves + 1) // spec.ep,
+            bytes_accessed=weights + 4 * rows * spec.hidden // spec.ep,
+            transcendentals=rows * spec.inter // spec.ep,
+        ),
+        interpret=interpret,
+        name="isomoe_expert_kernel",
+    )
+    return call(*scalars, *(tensors[n] for n in names))

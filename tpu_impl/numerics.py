@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row quantiser and the activations in JAX: one copy, called inside the kernel and outside it.
+
+The formula is `common.numerics`' own, so codes agree with the host's on every input.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ..common.activations import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
+from ..common.numerics import E4M3_MAX, EPS, INV_E4M3_MAX
+
+
+def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One scale a row: float32 ``[n, D]`` to e4m3fn codes ``[n, D]`` and float32 scales ``[n, 1]``."""
+    absmax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scale = jnp.maximum(absmax, EPS) * INV_E4M3_MAX
+    return cast_rows(x, 1.0 / scale), scale
+
+
+def cast_rows(x: jax.Array, inv: jax.Array) -> jax.Array:
+    """``e4m3fn(clip(x * inv))``, the clip before the cast."""
+    return jnp.clip(x * inv, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+
+
+def apply_activation(name: str, gate: jax.Array, up: jax.Array | None) -> jax.Array:
+    """``act(gate) * up`` (or ``act(gate)``) in float32; names and semantics of `common.activations`."""
+    if name == "swigluoai":
+        if up is None:
+            raise ValueError("activation: got 'swigluoai' for non-gated experts, which has no such form")
+        gate = jnp.minimum(gate, SWIGLUOAI_LIMIT)
+        up = jnp.clip(up, -SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT)
+        return gate * jax.nn.sigmoid(gate * SWIGLUOAI_ALPHA) * (up + 1.0)
+    if name == "silu":
+        out = gate * jax.nn.sigmoid(gate)
+    elif name == "gelu":
+        out = 0.5 * gate * (1.0 + jax.lax.erf(gate * (1.0 / math.sqrt(2.0))))
+    elif name == "gelu_tanh":
+        inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate * gate * gate)
+        out = 0.5 * gate * (1.0 + jnp.tanh(inner))
+    elif name == "relu2":
+        positive = jnp.maximum(gate, 0.0)
+        out = positive * positive
+    else:
+        raise ValueError(f"activation: got {name!r}, want silu, gelu, gelu_tanh, swigluoai or relu2")
+    return out if up is None else out * up
+
+
+def pack_rows(x: jax.Array) -> jax.Array:
+    """bf16 ``[T, H]`` to uint32 ``[T, H/256, 128]``: word j holds columns j (low half) and j + H/2 (high half).
+
+    A single row of this can be copied by DMA, which a row of 16-bit data cannot.
+    """
+    tokens, hidden = x.shape
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    words = bits[:, : hidden // 2] | (bits[:, hidden // 2 :] << 16)
+    return words.reshape(tokens, hidden // 256, 128)
+
+
+def unpack_rows(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """uint32 ``[n, H/2]`` to the row's two halves, float32 ``[n, H/2]`` each, exactly."""
+    low = jax.lax.bitcast_convert_type(words << 16, jnp.float32)
+    high = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
+    return low, high

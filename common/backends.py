@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backend names and the registry of experts classes.
 
-Built-in kernels and third-party ones are registered the same way, lazily, by ``"package.module:Class"``. The enum
-names what a selector can answer in-tree; a registered backend is answered by its `RegisteredBackend`.
+Built-in kernels and third-party ones are registered the same way, lazily, by ``"package.module:Class"``. The
+enum names what a selector can answer in-tree; a registered backend is answered by its `RegisteredBackend`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,19 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "isomoe.moe_backends"
 
 
-class Fp8MoeBackend(enum.Enum):
+def normalize_name(name: object) -> str:
+    """A backend's name as the registry stores it: lower case, ``-`` as ``_``."""
+    return str(name).strip().lower().replace("-", "_")
+
+
+class _Backend(enum.Enum):
+    """Members whose repr evaluates back."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class Fp8MoeBackend(_Backend):
     """In-tree answers of `select_fp8_moe_backend`. NONE: somebody else executes (the registry says who)."""
 
     NONE = "none"
@@ -32,7 +44,7 @@ class Fp8MoeBackend(enum.Enum):
     MARLIN = "marlin"
 
 
-class UnquantizedMoeBackend(enum.Enum):
+class UnquantizedMoeBackend(_Backend):
     """In-tree answers of `select_unquantized_moe_backend`."""
 
     NONE = "none"
@@ -88,23 +100,48 @@ _BUILTINS = (
         "reference", f"{_ROOT}.common.reference:ReferenceExecutor", tuple(PlatformKind), SCHEMES, builtin=True
     ),
     RegisteredBackend(
-        "pallas_ep", f"{_ROOT}.tpu_impl.executor:PallasEPExecutor", (PlatformKind.TPU,), SCHEMES,
-        auto_select=True, builtin=True,
+        "pallas_ep",
+        f"{_ROOT}.tpu_impl.executor:PallasEPExecutor",
+        (PlatformKind.TPU,),
+        SCHEMES,
+        auto_select=True,
+        builtin=True,
     ),
     RegisteredBackend(
-        "triton", f"{_ROOT}.cuda_impl.executors:TritonExecutor", (PlatformKind.CUDA,), SCHEMES,
-        auto_select=True, builtin=True,
+        "triton",
+        f"{_ROOT}.cuda_impl.executors:TritonExecutor",
+        (PlatformKind.CUDA,),
+        SCHEMES,
+        auto_select=True,
+        builtin=True,
     ),
     RegisteredBackend(
-        "marlin", f"{_ROOT}.cuda_impl.executors:MarlinExecutor", (PlatformKind.CUDA,), _FP8,
-        auto_select=True, builtin=True,
+        "marlin",
+        f"{_ROOT}.cuda_impl.executors:MarlinExecutor",
+        (PlatformKind.CUDA,),
+        _FP8,
+        auto_select=True,
+        builtin=True,
     ),
 )
 
 # Names that mean something to a selector already, here or in vLLM; a plugin must not take them.
 RESERVED_NAMES = frozenset(
-    {"auto", "none", "triton", "marlin", "pallas_ep", "reference", "deep_gemm", "cutlass", "flashinfer_trtllm",
-     "flashinfer_cutlass", "humming", "aiter", "hpc"}
+    {
+        "auto",
+        "none",
+        "triton",
+        "marlin",
+        "pallas_ep",
+        "reference",
+        "deep_gemm",
+        "cutlass",
+        "flashinfer_trtllm",
+        "flashinfer_cutlass",
+        "humming",
+        "aiter",
+        "hpc",
+    }
 )
 
 _lock = threading.Lock()
@@ -123,8 +160,8 @@ def register_moe_backend(
 ) -> RegisteredBackend:
     """Register an experts class under a name.
 
-    Idempotent for an identical registration. The class is imported only when it is considered, and is then checked
-    like a built-in one.
+    Idempotent for an identical registration. The class is imported only when it is considered, and is then
+    checked like a built-in one.
 
     Args:
       name: letters, digits, ``_`` and ``-``; stored lower case with ``_``.
@@ -137,11 +174,13 @@ def register_moe_backend(
     Raises:
       ValueError: a reserved or taken name, an unknown platform or scheme, or a malformed path.
     """
-    key = str(name).lower().replace("-", "_")
+    key = normalize_name(name)
     if not key or not key.replace("_", "").isalnum() or not key.isascii():
         raise ValueError(f"name: got {name!r}, want ASCII letters, digits, '_' and '-'")
     if key in RESERVED_NAMES:
-        raise ValueError(f"name: got {name!r}, which is reserved; reserved names are {', '.join(sorted(RESERVED_NAMES))}")
+        raise ValueError(
+            f"name: got {name!r}, which is reserved; reserved names are {', '.join(sorted(RESERVED_NAMES))}"
+        )
     module, colon, qualname = str(experts).partition(":")
     if not module or not colon or not qualname:
         raise ValueError(f"experts: got {experts!r}, want 'package.module:Class'")
@@ -161,7 +200,9 @@ def register_moe_backend(
     with _lock:
         known = _registry.get(key)
         if known is not None and known != entry:
-            raise ValueError(f"name: {key!r} is already registered as {known}; unregister_moe_backend it first")
+            raise ValueError(
+                f"name: {key!r} is already registered as {known}; unregister_moe_backend it first"
+            )
         _registry[key] = entry
     return entry
 
@@ -172,7 +213,7 @@ def unregister_moe_backend(name: str) -> None:
     Raises:
       ValueError: unknown or built-in.
     """
-    key = str(name).lower().replace("-", "_")
+    key = normalize_name(name)
     with _lock:
         known = _registry.get(key)
         if known is None or known.builtin:
@@ -189,7 +230,7 @@ def _load_entry_points() -> None:
         _entry_points_loaded = True
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
-            point.load()()
+            point.load()()  # a function without arguments that calls register_moe_backend
         except Exception as error:  # somebody else's plugin may fail in any way
             logger.warning("isomoe: backend plugin %r (%s) failed: %s", point.name, point.value, error)
 
@@ -210,6 +251,6 @@ def get_backend(name: str) -> RegisteredBackend:
       ValueError: unknown; the message lists the names.
     """
     known = registered_backends()
-    key = str(name).lower().replace("-", "_")
+    key = normalize_name(name)
     check_choice("backend", key, known)
     return known[key]

@@ -24,6 +24,9 @@ class PlatformKind(enum.Enum):
     CPU = "cpu"
     OUT_OF_TREE = "out_of_tree"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
 
 TPU_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "v7x")
 

@@ -3,16 +3,23 @@
 
 A `Platform` describes a target; it need not be this machine. The selector, `isomoe explain` and the tests all
 take one as an argument, so a laptop can ask what a TPU v7x or an H200 would choose. Only `Platform.detect()`
-looks at the machine, and it never imports a framework that is not already loaded.
+looks at the machine, and it never imports a framework.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import functools
+import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 class PlatformKind(enum.Enum):
@@ -119,21 +126,31 @@ class Platform:
         if family == "out_of_tree" and rest:
             return cls.out_of_tree(rest)
         raise ValueError(
-            f"platform: got {text!r}, want tpu-GENERATION, cuda-MAJOR.MINOR, rocm-ARCH, cpu or out_of_tree-NAME"
+            f"platform: got {text!r}, want tpu-GENERATION, cuda-MAJOR.MINOR, rocm-ARCH, cpu or "
+            "out_of_tree-NAME"
         )
 
     @classmethod
     def detect(cls) -> Platform:
-        """This machine's platform.
+        """This machine's platform, from what the drivers expose; never raises and imports no framework.
 
-        ``ISOMOE_PLATFORM`` (a name as `parse` takes it) wins. Otherwise frameworks that are already imported
-        are asked, then torch and jax are probed in that order; a machine with neither device is the CPU.
-        Never raises.
+        ``ISOMOE_PLATFORM`` (a name as `parse` takes it) wins; a malformed one is reported and ignored. Then
+        come TPU chips and AMD GPUs by sysfs, NVIDIA GPUs by NVML (which, unlike the CUDA driver, leaves a
+        process free to fork), and last the devices of a torch or jax that runs already. A machine with none
+        of them is the CPU.
         """
         override = os.environ.get("ISOMOE_PLATFORM")
-        if override:
-            return cls.parse(override)
-        probes = [_probe_jax, _probe_torch] if "jax" in sys.modules else [_probe_torch, _probe_jax]
+        found = _parse_override(override) if override else None
+        if found is not None:
+            return found
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        probes: tuple[Callable[[], Platform | None], ...] = (
+            _probe_tpu,
+            lambda: _probe_nvml(visible),
+            _probe_kfd,
+            _probe_loaded_torch,
+            _probe_loaded_jax,
+        )
         for probe in probes:
             try:
                 found = probe()
@@ -168,14 +185,68 @@ class Platform:
         return self.kind is PlatformKind.ROCM and self.arch in _ROCM_FP8
 
 
-def _probe_torch() -> Platform | None:
-    import importlib.util
-
-    if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
+@functools.cache
+def _parse_override(text: str) -> Platform | None:
+    try:
+        return Platform.parse(text)
+    except ValueError as error:
+        logger.warning("isomoe: ISOMOE_PLATFORM is ignored: %s", error)
         return None
-    import torch
 
-    if not torch.cuda.is_available():
+
+_GOOGLE_VENDOR = "0x1ae0"
+# PCI device ids of TPU chips.
+_TPU_DEVICE_IDS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
+
+
+@functools.cache
+def _probe_tpu(pci: str = "/sys/bus/pci/devices") -> Platform | None:
+    """A TPU by its PCI ids."""
+    for device in sorted(Path(pci).glob("*")):
+        if (device / "vendor").read_text().strip() == _GOOGLE_VENDOR:
+            generation = _TPU_DEVICE_IDS.get((device / "device").read_text().strip())
+            if generation is not None:
+                return Platform.tpu(generation)
+    return None
+
+
+@functools.cache
+def _probe_nvml(visible: str | None) -> Platform | None:
+    """The first visible NVIDIA GPU; `visible` is CUDA_VISIBLE_DEVICES, of which only a leading index
+    counts."""
+    first = (visible or "0").split(",")[0].strip()
+    if visible is not None and (not visible.strip() or first.startswith("-")):
+        return None
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")  # OSError where there is no driver
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        index = int(first) if first.isdigit() else 0
+        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
+            return None
+        if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) != 0:
+            return None
+        return Platform.cuda(major.value, minor.value)
+    finally:
+        nvml.nvmlShutdown()
+
+
+@functools.cache
+def _probe_kfd(nodes: str = "/sys/class/kfd/kfd/topology/nodes") -> Platform | None:
+    """The first AMD GPU: ``gfx_target_version`` 90402 is gfx942 (decimal major, hexadecimal minor and
+    stepping)."""
+    for properties in sorted(Path(nodes).glob("*/properties")):
+        match = re.search(r"^gfx_target_version (\d+)$", properties.read_text(), re.MULTILINE)
+        if match is not None and int(match[1]):
+            major, rest = divmod(int(match[1]), 10000)
+            return Platform.rocm(f"gfx{major}{rest // 100:x}{rest % 100:x}")
+    return None
+
+
+def _probe_loaded_torch() -> Platform | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
         return None
     if getattr(torch.version, "hip", None):
         return Platform.rocm(torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
@@ -196,17 +267,15 @@ _TPU_KINDS = {
 }
 
 
-def _probe_jax() -> Platform | None:
-    import importlib.util
-
-    # Without libtpu there can be no TPU, and starting jax would cost a second and claim devices.
-    if "jax" not in sys.modules and importlib.util.find_spec("libtpu") is None:
-        return None
-    if "jax" not in sys.modules and not os.path.exists("/dev/vfio") and not os.path.exists("/dev/accel0"):
-        return None
-    import jax
-
-    if jax.default_backend() != "tpu":
+def _probe_loaded_jax() -> Platform | None:
+    jax, bridge = sys.modules.get("jax"), sys.modules.get("jax._src.xla_bridge")
+    # Asking an idle jax for its devices would start it and claim them.
+    if (
+        jax is None
+        or bridge is None
+        or not bridge.backends_are_initialized()
+        or jax.default_backend() != "tpu"
+    ):
         return None
     generation = _TPU_KINDS.get(jax.devices()[0].device_kind)
     return Platform.tpu(generation) if generation else None

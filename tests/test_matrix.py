@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,14 +17,16 @@ import pytest
 from isomoe.common import tolerances
 from isomoe.common.executors import executor_class, executors, make_call
 from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2, worst_row
+from isomoe.common.placement import ExpertPlacement
 from isomoe.common.recipes import Recipe
 from isomoe.common.support import declared_support
 from isomoe.tests.matrix import SMALL, Case, Inputs, build, ep_cases, parity_cases
 
-EXECUTORS = tuple(n for n in ("reference", "pallas_ep", "triton", "marlin"))
 # ISOMOE_TEST_EXECUTORS names other (or fewer) executors for a run.
-if os.environ.get("ISOMOE_TEST_EXECUTORS"):
-    EXECUTORS = tuple(os.environ["ISOMOE_TEST_EXECUTORS"].split(","))
+EXECUTORS = tuple(os.environ.get("ISOMOE_TEST_EXECUTORS", "reference,pallas_ep,triton,marlin").split(","))
+
+
+INVARIANT_CASES = [Case("channel", "w8a8", "mixed"), Case("block", "w8a8", "mixed"), Case("channel", "w8a16", "mixed")]
 
 
 @functools.cache
@@ -41,13 +44,21 @@ def _run(executor: str, case: Case) -> np.ndarray:
     return _inputs(case).run(executor)
 
 
-def _usable(executor: str, case: Case) -> None:
-    """Skip what the executor declares it does not serve, or cannot run here; both with the reason."""
+def _serves(executor: str, case: Case) -> bool:
+    """Whether the executor declares the case's scheme and recipe; what it does not declare is not a test."""
+    support = declared_support(executor_class(executor))
+    return case.recipe in support.recipes and case.scheme in support.schemes
+
+
+def _need(executor: str) -> None:
+    """Skip, with the reason, where the executor cannot run on this machine."""
     if executor in _states():
         pytest.skip(f"{executor} is unavailable: {_states()[executor]}")
-    support = declared_support(executor_class(executor))
-    if case.recipe not in support.recipes or case.scheme not in support.schemes:
-        pytest.skip(f"{executor} does not declare {case.scheme} {case.recipe}")
+
+
+def _plain(executor: str) -> Case:
+    """A case that the executor declares."""
+    return next(c for c in INVARIANT_CASES if _serves(executor, c))
 
 
 def _declared(executor: str, case: Case) -> Recipe:
@@ -61,7 +72,7 @@ def _declared(executor: str, case: Case) -> Recipe:
 
 
 def _pairs(cases: list[Case]) -> list:
-    return [pytest.param(e, c, id=f"{e}-{c}") for e in EXECUTORS for c in cases]
+    return [pytest.param(e, c, id=f"{e}-{c}") for e in EXECUTORS for c in cases if _serves(e, c)]
 
 
 def check_parity(executor: str, case: Case) -> None:
@@ -91,14 +102,14 @@ def check_parity(executor: str, case: Case) -> None:
 
 @pytest.mark.parametrize(("executor", "case"), _pairs(parity_cases()))
 def test_parity(executor: str, case: Case) -> None:
-    _usable(executor, case)
+    _need(executor)
     check_parity(executor, case)
 
 
 @pytest.mark.parametrize(("executor", "case"), _pairs(ep_cases()))
 def test_expert_parallel(executor: str, case: Case) -> None:
     """EP meets the same bounds, and agrees with one rank beyond the combine's rounding."""
-    _usable(executor, case)
+    _need(executor)
     check_parity(executor, case)
     single = _inputs(case).run(executor, ep_size=1)
     declared = _declared(executor, case)
@@ -106,12 +117,9 @@ def test_expert_parallel(executor: str, case: Case) -> None:
     assert worst_row(_run(executor, case), single) <= tolerances.WORST_ROW.bound
 
 
-INVARIANT_CASES = [Case("channel", "w8a8", "mixed"), Case("block", "w8a8", "mixed"), Case("channel", "w8a16", "mixed")]
-
-
 @pytest.mark.parametrize(("executor", "case"), _pairs(INVARIANT_CASES))
 def test_permuting_tokens_permutes_rows(executor: str, case: Case) -> None:
-    _usable(executor, case)
+    _need(executor)
     inputs = _inputs(case)
     order = np.random.default_rng(0).permutation(case.tokens)
     permuted = inputs.run(
@@ -124,7 +132,7 @@ def test_permuting_tokens_permutes_rows(executor: str, case: Case) -> None:
 @pytest.mark.parametrize(("executor", "case"), _pairs(INVARIANT_CASES))
 def test_a_row_does_not_depend_on_the_others(executor: str, case: Case) -> None:
     """Other rows replaced (and poisoned with NaN) at the same batch size: this row keeps its bits."""
-    _usable(executor, case)
+    _need(executor)
     inputs, keep = _inputs(case), 5
     other = np.arange(case.tokens) != keep
     x = inputs.x.copy()
@@ -142,7 +150,7 @@ def test_a_row_does_not_depend_on_the_others(executor: str, case: Case) -> None:
 @pytest.mark.parametrize("lora", ["idle", "zero_b"])
 @pytest.mark.parametrize(("executor", "case"), _pairs(INVARIANT_CASES))
 def test_adapters_without_effect_change_nothing(executor: str, case: Case, lora: str) -> None:
-    _usable(executor, case)
+    _need(executor)
     inputs = _inputs(Case(case.scheme, case.recipe, lora))
     assert bitwise_equal(inputs.run(executor), inputs.run(executor, adapters=None, adapter_ids=None))
 
@@ -150,9 +158,7 @@ def test_adapters_without_effect_change_nothing(executor: str, case: Case, lora:
 @pytest.mark.parametrize(("executor", "case"), _pairs(INVARIANT_CASES))
 def test_adapter_order_and_ids_do_not_matter(executor: str, case: Case) -> None:
     """Relabelling adapters and loading them in another order changes no bit: ids are not slots."""
-    _usable(executor, case)
-    from dataclasses import replace
-
+    _need(executor)
     inputs = _inputs(case)
     rename = {5: 40, 0: 2, 11: 7}
     adapters = tuple(replace(a, adapter_id=rename[a.adapter_id]) for a in reversed(inputs.adapters))
@@ -163,7 +169,7 @@ def test_adapter_order_and_ids_do_not_matter(executor: str, case: Case) -> None:
 @pytest.mark.parametrize(("executor", "case"), _pairs(INVARIANT_CASES))
 def test_padding_rows_with_nan_do_not_leak(executor: str, case: Case) -> None:
     """flashinfer#3650: rows that visit nobody hold NaN; they give zeros and leave the others' bits alone."""
-    _usable(executor, case)
+    _need(executor)
     inputs = _inputs(case)
     pad = np.arange(case.tokens) % 3 == 2
     ids = np.where(pad[:, None], -1, inputs.topk_ids)
@@ -177,18 +183,16 @@ def test_padding_rows_with_nan_do_not_leak(executor: str, case: Case) -> None:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_reruns_are_bitwise_equal(executor: str) -> None:
-    case = Case("channel", "w8a8", "mixed") if executor != "marlin" else Case("channel", "w8a16", "mixed")
-    _usable(executor, case)
+    _need(executor)
+    case = _plain(executor)
     assert bitwise_equal(_inputs(case).run(executor), _run(executor, case))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_expert_map_serves_one_rank_of_the_experts(executor: str) -> None:
     """The ranks' partial results add up to the layer, for uneven round-robin shares (vllm EP hole E4)."""
-    case = Case("channel", "w8a16", "mixed") if executor == "marlin" else Case("channel", "w8a8", "mixed")
-    _usable(executor, case)
-    from isomoe.common.placement import ExpertPlacement
-
+    _need(executor)
+    case = _plain(executor)
     inputs, total = _inputs(case), 0.0
     placement = ExpertPlacement(SMALL.num_experts, 3, "round_robin")
     for rank in range(3):
@@ -200,8 +204,9 @@ def test_expert_map_serves_one_rank_of_the_experts(executor: str) -> None:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_empty_batch(executor: str) -> None:
-    case = Case("channel", "w8a16")
-    _usable(executor, case)
-    inputs = _inputs(case)
-    got = inputs.run(executor, x=inputs.x[:0], topk_weights=inputs.topk_weights[:0], topk_ids=inputs.topk_ids[:0])
+    _need(executor)
+    inputs = _inputs(_plain(executor))
+    ids = inputs.adapter_ids[:0]
+    got = inputs.run(executor, x=inputs.x[:0], topk_weights=inputs.topk_weights[:0], topk_ids=inputs.topk_ids[:0],
+                     adapter_ids=ids)
     assert got.shape == (0, SMALL.hidden_dim)

@@ -19,11 +19,12 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .interpreters import has_cuda_device
+from .interpreters import has_cuda_device, prepare
 
 # Every variable the package reads, and what it does. Tests hold this table against the sources and the README.
 VARIABLES: dict[str, str] = {
     "ISOMOE_PLATFORM": "Platform.detect() answers this instead of probing: tpu-v7x, cuda-9.0, rocm-gfx950, cpu",
+    "ISOMOE_MOE_BACKEND": "stands in for moe_backend=\"auto\" in the selectors: a registered backend name",
     "ISOMOE_CHECK": "1: report expert ids outside the layer, which are otherwise skipped silently",
     "ISOMOE_BATCH_INVARIANT": "1: one kernel for every batch size, so that a row's bits never depend on it",
 }
@@ -148,12 +149,13 @@ _PROBES: dict[str, Callable[[], str]] = {"nvidia driver": _probe_nvidia, "torch"
 
 
 def collect() -> EnvironmentReport:
-    """Look at everything; a probe that fails becomes a warning."""
+    """Look at everything; a probe that fails becomes a warning. Frameworks start as the parity job starts them."""
     report = EnvironmentReport(
         python=f"{host.python_implementation()} {host.python_version()}", system=f"{host.system()} {host.machine()}"
     )
     report.versions = {name: version_of(name) for name in DISTRIBUTIONS}
     report.variables = {n: os.environ[n] for n in (*VARIABLES, *FOREIGN_VARIABLES) if n in os.environ}
+    prepare()
     report.mismatches = find_mismatches(report.versions)
     report.warnings = unknown_variables()
     for name, probe in _PROBES.items():
@@ -171,3 +173,16 @@ def collect() -> EnvironmentReport:
     if sys.version_info < (3, 11):
         report.mismatches.append(f"Python {host.python_version()}: isomoe needs Python >= 3.11")
     return report
+
+
+def format_report(report: EnvironmentReport) -> str:
+    """The report as text, one fact a line; mismatches are marked MISMATCH."""
+    lines = [f"python        {report.python}", f"system        {report.system}", "", "versions"]
+    lines += [f"  {name:<15} {version or '-'}" for name, version in report.versions.items()]
+    lines += ["", "devices", *(f"  {name:<15} {seen}" for name, seen in report.devices.items())]
+    lines += ["", "executors"]
+    lines += [f"  {name:<15} {state}: {reason}" for name, (state, reason) in report.executors.items()]
+    lines += ["", "variables", *(f"  {name}={value}" for name, value in report.variables.items())]
+    lines += ["", *(f"MISMATCH: {text}" for text in report.mismatches)]
+    lines += [f"warning: {text}" for text in report.warnings]
+    return "\n".join(lines).rstrip()

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from .recipes import Recipe, default_recipe
 from .routing import route
 from .support import declared_support
 from .weights import LoRAAdapter, MoEWeights
+
+if TYPE_CHECKING:
+    from .checkpoints import RouterWeights
 
 # Below this share of the base output, the delta drowns in the bfloat16 rounding of y; adapters are then amplified.
 MIN_DELTA = 0.25
@@ -187,22 +190,22 @@ def build_case(
     *,
     num_tokens: int,
     seed: int,
-    router: np.ndarray | None = None,
-    correction_bias: np.ndarray | None = None,
+    router: RouterWeights | None = None,
 ) -> ParityCase:
     """Make the batch: rows cycle through the base model, each adapter and the first adapter with B = 0.
 
     Args:
-      router: ``[E, H]`` gate weights; None draws random logits.
-      correction_bias: ``[E]`` for the choice of experts.
+      router: the layer's own router; None draws random logits.
     """
     rng = np.random.default_rng([seed, layer])
     x = layer_input(rng, num_tokens, config.hidden_dim)
     if router is None:
         logits = rng.standard_normal((num_tokens, config.num_experts)).astype(np.float32)
     else:
-        logits = (x.astype(np.float64) @ router.astype(np.float64).T).astype(np.float32)
-    topk_weights, topk_ids = route(logits, config, correction_bias=correction_bias)
+        logits = (x.astype(np.float64) @ router.weight.astype(np.float64).T).astype(np.float32)
+        logits += 0 if router.bias is None else router.bias
+    bias = None if router is None else router.correction_bias
+    topk_weights, topk_ids = route(logits, config, correction_bias=bias)
     loaded = tuple(adapters.values())
     if loaded:
         first = loaded[0]

@@ -41,6 +41,17 @@ def format_bytes(count: int) -> str:
     raise AssertionError
 
 
+def ranges(values: Iterable[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    spans: list[list[int]] = []
+    for value in sorted(values):
+        if spans and value == spans[-1][1] + 1:
+            spans[-1][1] = value
+        else:
+            spans.append([value, value])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
+
+
 def _figure(value: float | None) -> str:
     return "-" if value is None else ("0" if value == 0 else f"{value:.2e}")
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+# Needs python3 (>= 3.11) with venv and pip; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DELETE_ON_ERROR:
+.PHONY: run test lint clean help
+
+help:
+	@echo "make run    the parity job: sample checkpoints through every executor, table + parity-out/"
+	@echo "make test   the whole test suite"
+	@echo "make lint   ruff, mypy, import contracts"
+
+# torch comes first: where a CPU build is at hand, resolving it alone keeps pip from choosing a CUDA build. Triton is
+# pinned apart from it: a CUDA build of torch insists on its own Triton, and this suite runs on one version anywhere.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isomoe needs Python >= 3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+run: $(STAMP)
+	$(BIN)/isomoe parity
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy .
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info parity-out

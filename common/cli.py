@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `isomoe` command: parity, explain, inspect and collect-env.
+
+Bad paths and arguments end with one line on stderr and exit code 2; a parity job that found something out of
+tolerance ends with 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .checks import check_choice, check_int
+
+app = typer.Typer(
+    name="isomoe", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="FP8 mixture-of-experts layers with many LoRA adapters, on TPU and CUDA, with the same numbers.",
+)
+
+USAGE_ERROR = 2
+OUT_OF_TOLERANCE = 1
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn what bad input raises into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        else:
+            text = " ".join(str(error).split()) or type(error).__name__
+        typer.echo(f"isomoe: error: {text}", err=True)
+        raise typer.Exit(USAGE_ERROR) from error
+
+
+def _warn_unknown_variables() -> None:
+    from .environment import unknown_variables
+
+    for warning in unknown_variables():
+        typer.echo(f"isomoe: warning: {warning}", err=True)
+
+
+def parse_ints(label: str, text: str) -> list[int]:
+    """ "1,2,4" to [1, 2, 4], distinct, in the given order.
+
+    Raises:
+      ValueError: naming the option.
+    """
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{label}: got {text!r}, want whole numbers separated by commas, such as 1,2,4") from None
+    return list(dict.fromkeys(values))
+
+
+def parse_adapters(specs: list[str]) -> dict[str, Path]:
+    """NAME=DIR entries (or DIR alone, named after its folder) to folders by name.
+
+    Raises:
+      ValueError: an empty or repeated name.
+      FileNotFoundError: no such folder.
+    """
+    found: dict[str, Path] = {}
+    for spec in specs:
+        name, equals, folder = spec.partition("=")
+        if not equals:
+            name, folder = Path(spec).name, spec
+        if not name or not folder:
+            raise ValueError(f"--adapter: got {spec!r}, want NAME=DIR")
+        if name in found:
+            raise ValueError(f"--adapter: got the name {name!r} twice, want distinct names")
+        found[name] = _folder("--adapter", folder)
+    return found
+
+
+def _folder(label: str, text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{label}: {text} {what}")
+    return path
+
+
+def parse_lora(text: str | None) -> tuple[int, int]:
+    """RANKxN ("16x4": four adapters of rank 16) to (rank, count); None to (0, 0)."""
+    if text is None:
+        return 0, 0
+    rank, times, count = text.lower().partition("x")
+    if not times or not rank.isdigit() or not count.isdigit() or not int(rank) or not int(count):
+        raise ValueError(f"--lora: got {text!r}, want RANKxN, for example 16x4 for four adapters of rank 16")
+    return int(rank), int(count)
+
+
+@app.command()
+def parity(
+    checkpoint: Annotated[str | None, typer.Option(help="Model folder; none: write and run two small samples.")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="NAME=DIR of a PEFT adapter; repeatable.")] = None,
+    executor: Annotated[list[str] | None, typer.Option(help="Run only these, and fail if one cannot run.")] = None,
+    ep: Annotated[str, typer.Option(help="Expert-parallel sizes.")] = "1,2,4,8",
+    recipe: Annotated[list[str] | None, typer.Option(help="w8a8, w8a16, bf16; repeatable. Default: all.")] = None,
+    tokens: Annotated[int, typer.Option(help="Rows in the batch.")] = 16,
+    layers: Annotated[str | None, typer.Option(help="Layer indices, such as 0,3. Default: the first MoE layer.")] = None,
+    out: Annotated[str, typer.Option(help="Folder for parity.json and parity.png.")] = "parity-out",
+    seed: Annotated[int, typer.Option(help="Seed of the batch.")] = 0,
+) -> None:
+    """Run one batch of base and adapter rows through every executor, recipe and EP size, and compare."""
+    with _one_line_errors():
+        from .interpreters import VIRTUAL_DEVICES, prepare
+
+        sizes = parse_ints("--ep", ep)
+        for size in sizes:
+            check_int("--ep", size, minimum=1)
+        # Before anything can import a framework: both read their settings once.
+        prepare(max(VIRTUAL_DEVICES, *sizes))
+        _warn_unknown_variables()
+        from . import parity_job
+
+        failed = parity_job.run(
+            parity_job.Settings(
+                checkpoint=None if checkpoint is None else _folder("--checkpoint", checkpoint),
+                adapters=parse_adapters(adapter or []), executors=tuple(executor or ()), ep_sizes=tuple(sizes),
+                recipes=None if not recipe else tuple(recipe), tokens=tokens,
+                layers=None if layers is None else tuple(parse_ints("--layers", layers)), out=Path(out), seed=seed,
+            )
+        )
+    if failed:
+        raise typer.Exit(OUT_OF_TOLERANCE)
+
+
+@app.command()
+def explain(
+    model: Annotated[str | None, typer.Option(help="A known model, such as qwen3-coder-480b.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Model folder to read the layer from.")] = None,
+    num_experts: Annotated[int, typer.Option(help="Routed experts.")] = 128,
+    experts_per_token: Annotated[int, typer.Option(help="Experts a token visits.")] = 8,
+    hidden_dim: Annotated[int, typer.Option(help="Model width.")] = 2048,
+    intermediate_size: Annotated[int, typer.Option(help="Width of one expert.")] = 768,
+    activation: Annotated[str, typer.Option(help="silu, gelu, gelu_tanh, swigluoai.")] = "silu",
+    scheme: Annotated[str | None, typer.Option(help="block, channel, tensor, tensor_static, bf16.")] = None,
+    platform: Annotated[str | None, typer.Option(help="tpu-v7x, cuda-9.0, rocm-gfx950, cpu. Default: this machine.")] = None,
+    ep: Annotated[int, typer.Option(help="Expert-parallel size.")] = 1,
+    lora: Annotated[str | None, typer.Option(help="RANKxN: N adapters up to RANK.")] = None,
+    moe_backend: Annotated[str, typer.Option(help="auto, or a backend's name.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say which backend a described deployment gets, and why every other candidate does not. Needs no device.
+
+    The exit code is 1 where the selector would raise.
+    """
+    with _one_line_errors():
+        from dataclasses import replace
+
+        from .config import FusedMoEConfig, FusedMoEParallelConfig
+        from .platforms import Platform
+        from .presets import model as preset
+        from .quant_keys import KEYS_OF_SCHEME
+        from .selector import explain_selection
+
+        if model is not None and checkpoint is not None:
+            raise ValueError("--model: got it together with --checkpoint, want one of them")
+        if checkpoint is not None:
+            from .checkpoints import inspect_checkpoint
+
+            described = inspect_checkpoint(_folder("--checkpoint", checkpoint))
+            config, keys = described.config, (described.weight_key, described.activation_key)
+        elif model is not None:
+            config, keys = preset(model).config, KEYS_OF_SCHEME[preset(model).scheme]
+        else:
+            config = FusedMoEConfig(
+                num_experts, experts_per_token, hidden_dim, intermediate_size, activation=activation
+            )
+            keys = KEYS_OF_SCHEME["block"]
+        rank, count = parse_lora(lora)
+        if count:
+            config = config.with_lora(count, rank)
+        check_int("--ep", ep, minimum=1)
+        config = replace(config, moe_parallel_config=FusedMoEParallelConfig(ep_size=ep, use_ep=ep > 1))
+        if scheme is not None:
+            check_choice("--scheme", scheme, KEYS_OF_SCHEME)
+            keys = KEYS_OF_SCHEME[scheme]
+        target = Platform.detect() if platform is None else Platform.parse(platform)
+        report = explain_selection(config, *keys, platform=target, moe_backend=moe_backend)
+    if as_json:
+        typer.echo(report.as_json())
+    else:
+        typer.echo(f"layer:       {_layer_text(config)}\n{report}")
+    if not report.ok:
+        raise typer.Exit(OUT_OF_TOLERANCE)
+
+
+def _layer_text(config: object) -> str:
+    """The fields of a config that differ from their defaults, without the class's name."""
+    from dataclasses import MISSING, fields
+
+    parts = []
+    for f in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, f.name)
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if value != default:
+            parts.append(f"{f.name}={value!r}" if f.name != "moe_parallel_config" else f"ep_size={value.ep_size}")
+    return ", ".join(parts)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Model folder.")],
+    adapters: Annotated[list[str] | None, typer.Argument(help="PEFT adapter folders.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Describe a checkpoint and its adapters: scheme, sizes, bytes by EP size, adapter slots by device, backends."""
+    with _one_line_errors():
+        from . import inspection
+
+        found = inspection.inspect_model(
+            _folder("CHECKPOINT", checkpoint), [_folder("ADAPTER", text) for text in adapters or []]
+        )
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        inspection.show(found)
+
+
+@app.command("collect-env")
+def collect_env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Print versions, devices, executors and known mismatches, for bug reports. Holds no secrets or host names."""
+    from .environment import collect, format_report
+
+    report = collect()
+    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else format_report(report))
+
+
+def main() -> None:
+    """Entry point of the `isomoe` script and of ``python -m isomoe``."""
+    app(prog_name="isomoe")
+
+

@@ -106,7 +106,7 @@ def parity(
     ep: Annotated[str, typer.Option(help="Expert-parallel sizes.")] = "1,2,4,8",
     recipe: Annotated[list[str] | None, typer.Option(help="w8a8, w8a16, bf16; repeatable. Default: all.")] = None,
     tokens: Annotated[int, typer.Option(help="Rows in the batch.")] = 16,
-    layers: Annotated[str | None, typer.Option(help="Layer indices, such as 0,3. Default: the first MoE layer.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Such as 0,3. Default: the first MoE layer.")] = None,
     out: Annotated[str, typer.Option(help="Folder for parity.json and parity.png.")] = "parity-out",
     seed: Annotated[int, typer.Option(help="Seed of the batch.")] = 0,
 ) -> None:
@@ -144,7 +144,7 @@ def explain(
     intermediate_size: Annotated[int, typer.Option(help="Width of one expert.")] = 768,
     activation: Annotated[str, typer.Option(help="silu, gelu, gelu_tanh, swigluoai.")] = "silu",
     scheme: Annotated[str | None, typer.Option(help="block, channel, tensor, tensor_static, bf16.")] = None,
-    platform: Annotated[str | None, typer.Option(help="tpu-v7x, cuda-9.0, rocm-gfx950, cpu. Default: this machine.")] = None,
+    platform: Annotated[str | None, typer.Option(help="Such as tpu-v7x, cuda-9.0. Default: this one.")] = None,
     ep: Annotated[int, typer.Option(help="Expert-parallel size.")] = 1,
     lora: Annotated[str | None, typer.Option(help="RANKxN: N adapters up to RANK.")] = None,
     moe_backend: Annotated[str, typer.Option(help="auto, or a backend's name.")] = "auto",

@@ -14,7 +14,6 @@ import os
 import platform as host
 import re
 import subprocess
-import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -163,15 +162,13 @@ def collect() -> EnvironmentReport:
             report.devices[name] = probe()
         except Exception as error:  # a broken driver or half-installed framework is what this report is for
             report.devices[name] = f"failed: {type(error).__name__}"
-            report.warnings.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            report.warnings.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}")
     try:
         from .executors import executors
 
         report.executors = {name: (info.state, info.reason) for name, info in executors().items()}
     except Exception as error:
         report.warnings.append(f"executors: {type(error).__name__}: {error}")
-    if sys.version_info < (3, 11):
-        report.mismatches.append(f"Python {host.python_version()}: isomoe needs Python >= 3.11")
     return report
 
 

@@ -87,7 +87,8 @@ def run(settings: Settings) -> bool:
     seconds = time.perf_counter() - start
     out.print(f"\nwrote {settings.out / 'parity.json'} and {settings.out / 'parity.png'}", soft_wrap=True)
     passed = sum(row.verdict == "pass" for row in result.rows)
-    out.print(f"{passed} runs passed, {len(failed)} failed, in {seconds:.0f} s", style="bold red" if failed else "bold green")
+    style = "bold red" if failed else "bold green"
+    out.print(f"{passed} runs passed, {len(failed)} failed, in {seconds:.0f} s", style=style)
     return bool(failed)
 
 
@@ -125,15 +126,12 @@ def _load_cases(
     for layer in chosen:
         if layer not in available:
             raise ValueError(f"--layers: got {layer}, want MoE layers of {name}: {report.ranges(available)}")
-    files: dict[str, Any] = {}
     for layer in chosen:
         config, weights = load_moe_layer(folder, layer)
-        for i, (adapter_name, path) in enumerate(adapter_folders.items()):
-            if adapter_name not in files:
-                files[adapter_name] = load_lora_adapter(path, config, adapter_id=i)
-        adapters = {n: by_layer[layer] for n, by_layer in files.items() if layer in by_layer}
-        if adapter_folders and not adapters:
-            raise ValueError(f"--adapter: none of {', '.join(adapter_folders)} changes the experts of layer {layer}")
+        adapters = {
+            adapter_name: load_lora_adapter(path, config, adapter_id=i, layers=[layer])[layer]
+            for i, (adapter_name, path) in enumerate(adapter_folders.items())
+        }
         router = _router(folder, layer, config)
         label = name if len(chosen) == 1 else f"{name}, layer {layer}"
         yield parity.build_case(

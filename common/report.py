@@ -167,7 +167,8 @@ def _panel(axis: Any, case: str, rows: Sequence[ParityRow], height: int) -> None
     for field, legend, marker, colour, bound in _SERIES:
         points = [(getattr(row, field), y) for y, row in enumerate(rows) if getattr(row, field) is not None]
         xs = [min(max(value, _EXACT), _WORST) for value, _ in points]
-        axis.scatter(xs, [y for _, y in points], marker=marker, s=30, color=colour, label=legend, zorder=3, clip_on=False)
+        ys = [y for _, y in points]
+        axis.scatter(xs, ys, marker=marker, s=30, color=colour, label=legend, zorder=3, clip_on=False)
         if bound is not None:
             axis.axvline(bound, color=colour, linestyle="--", linewidth=1, label=f"bound {bound:.0e}: {legend}")
     for y, row in enumerate(rows):

@@ -5,7 +5,7 @@ Triton decides between the two when its decorators run, by the environment varia
 kernel module imports `triton` and `tl` from here, so the variable is settled first: where torch sees no CUDA
 device and the variable is not set, this module sets it to 1 for the process. Setting it to 0 beforehand asks for
 compilation only (what `aot` does). If something else imported Triton earlier without the variable, Triton's own
-library functions can no longer be interpreted, and importing this module raises ImportError saying so.
+library functions are made interpretable here.
 
 `launch` is the one door to the device. Under `recording` it notes what would have been launched instead, which is
 how `aot` learns every kernel variant of the real host path without a device.
@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-_PRELOADED = "triton.language" in sys.modules
-
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -32,11 +30,26 @@ import triton.language as tl
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
+
+
+def _interpret_library() -> None:
+    """Make Triton's own library functions interpretable after they were decorated for compilation.
+
+    Whatever imported Triton first (transformers does) fixed them then. Without a device nothing compiled can be in
+    use, so they are swapped for interpreted twins, wherever a module of Triton's language names them.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    twins: dict[int, InterpretedFunction] = {}
+    modules = [m for n, m in sys.modules.items() if n == "triton.language" or n.startswith("triton.language.")]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.JITFunction):
+                setattr(module, name, twins.setdefault(id(value), InterpretedFunction(value.fn)))
+
+
 if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
-    raise ImportError(
-        "triton was imported before isomoe and without TRITON_INTERPRET=1, so its kernels cannot be interpreted "
-        "in this process: set TRITON_INTERPRET=1 before the first import of triton"
-    )
+    _interpret_library()
 
 # The interpreter multiplies bf16 bit patterns as integers and truncates where the hardware rounds; helpers in
 # `device_numerics` branch on this.

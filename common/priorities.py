@@ -4,6 +4,7 @@ walks it."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from .backends import RegisteredBackend
@@ -48,7 +49,12 @@ def backend_for_tokens(
     num_tokens: int,
     table: tuple[TokenThreshold, ...] | None = None,
 ) -> str:
-    """The backend for a batch of `num_tokens`: `chosen`, unless a measured threshold names another."""
+    """The backend for a batch of `num_tokens`: `chosen`, unless a measured threshold names another.
+
+    Under ``ISOMOE_BATCH_INVARIANT=1`` one backend runs every batch.
+    """
+    if os.environ.get("ISOMOE_BATCH_INVARIANT") == "1":
+        return chosen
     for row in TOKEN_THRESHOLDS if table is None else table:
         if (row.instead_of, row.capability, row.scheme) == (chosen, platform.capability, scheme):
             if num_tokens <= row.max_tokens:

@@ -261,8 +261,12 @@ def _log_once(level: int, message: str) -> None:
     logger.log(level, "%s", message)
 
 
-def _request(moe_backend: Any) -> tuple[str, str]:
-    """The normalised name asked for and who asked: argument, then environment, then automatic."""
+def requested_backend(moe_backend: Any) -> tuple[str, str]:
+    """The normalised name asked for (or ``"auto"``), and who asked.
+
+    An explicit argument goes before ``ISOMOE_MOE_BACKEND``, that before ``"auto"``. Enum members and
+    registrations stand for their names.
+    """
     if isinstance(moe_backend, RegisteredBackend):
         moe_backend = moe_backend.name
     elif isinstance(moe_backend, (Fp8MoeBackend, UnquantizedMoeBackend)):
@@ -322,7 +326,7 @@ def _walk(
 ) -> _Walk:
     """Check every candidate, then decide. Errors are part of the result."""
     label, enum_cls = _FAMILIES[family]
-    requested, requested_by = _request(moe_backend)
+    requested, requested_by = requested_backend(moe_backend)
     target = Platform.detect() if platform is None else platform
     error = _check_arguments(family, config, weight_key, activation_key)
     if not isinstance(target, Platform):

@@ -130,7 +130,7 @@ class ExpertsSupport:
         if (parallel.use_ep or parallel.ep_size > 1) and not self.expert_parallel:
             return "does not split experts over ranks"
         inter = config.intermediate_size
-        if not parallel.use_ep and inter % parallel.tp_size == 0:
+        if parallel.ep_size == 1 and inter % parallel.tp_size == 0:
             inter //= parallel.tp_size
         for label, value, multiple in (
             ("hidden_dim", config.hidden_dim, self.hidden_multiple),

@@ -19,10 +19,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..common.config import FusedMoEConfig
-from .blocks import generation, max_tokens
+from .blocks import make_spec, max_tokens
 from .combine import combine
 from .expert_kernel import expert_kernel
-from .layout import padded_hidden
+from .generations import generation
 from .numerics import pack_rows
 from .plan import build_plan
 from .spec import Blocks, KernelSpec, LoRASpec, round_up
@@ -79,24 +79,9 @@ class EPBuild:
 
     def spec(self, tokens: int) -> KernelSpec:
         """The kernel build for `tokens` rows in all (a multiple of the device count)."""
-        c = self.config
-        return KernelSpec(
-            hidden=padded_hidden(c.hidden_dim),
-            inter=round_up(c.intermediate_size, self.blocks.bf),
-            experts=self.local_experts,
-            tokens=tokens,
-            top_k=c.experts_per_token,
-            ep=self.ep,
-            axis=self.axis,
-            activation=c.activation,
-            gated=c.is_act_and_mul,
-            recipe=self.recipe,
-            block_scales=self.scheme == "block",
-            static_scales=self.static_scales,
-            has_bias=c.has_bias,
-            transport=self.transport,
-            blocks=self.blocks,
-            lora=self.lora,
+        return make_spec(
+            self.config, tokens, self.blocks, ep=self.ep, scheme=self.scheme, recipe=self.recipe, lora=self.lora,
+            static_scales=self.static_scales, transport=self.transport, axis=self.axis, num_experts=self.experts,
         )
 
     def shardings(self) -> dict[str, PartitionSpec]:
@@ -138,14 +123,14 @@ def fused_moe_ep(
       TypeError, ValueError: an argument of the wrong dtype or shape.
     """
     _check_arguments(x, topk_weights, topk_ids, tensors, build, adapter_slots, act_scale)
-    tokens, limit = x.shape[0], max_tokens(build.spec(build.ep))
+    tokens, limit = x.shape[0], max_tokens(build.spec(build.ep), generation(build.generation).smem_bytes)
     if limit < 1:
         raise ValueError(f"build: scalar memory of {build.generation} holds no routing table of this layer")
     parts = []
     for start in range(0, tokens, limit):
         cut = slice(start, min(start + limit, tokens))
         slots = None if adapter_slots is None else adapter_slots[cut]
-        parts.append(_layer(x[cut], topk_weights[cut], topk_ids[cut], slots, tensors, act_scale, build=build))
+        parts.append(layer(x[cut], topk_weights[cut], topk_ids[cut], slots, tensors, act_scale, build=build))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
@@ -217,7 +202,7 @@ def _pad_rows(a: jax.Array, rows: int, value: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("build",))
-def _layer(
+def layer(
     x: jax.Array,
     topk_weights: jax.Array,
     topk_ids: jax.Array,
@@ -227,6 +212,7 @@ def _layer(
     *,
     build: EPBuild,
 ) -> jax.Array:
+    """`fused_moe_ep` on checked arguments whose routing table fits scalar memory; one trace a build and T."""
     tokens = x.shape[0]
     padded = round_up(tokens, build.ep)
     spec = build.spec(padded)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..common.executors import ExecutorInfo, MoECall
+from ..common.interpreters import VIRTUAL_DEVICES, has_tpu_device
 from ..common.numerics import BF16
 from ..common.platforms import Platform, PlatformKind
 from ..common.recipes import Recipe
@@ -26,8 +27,6 @@ from .spec import Blocks, LoRASpec
 if TYPE_CHECKING:
     from .ep_moe import EPBuild
 
-_DEVICE_FILES = ("/dev/vfio", "/dev/accel0")
-_VIRTUAL_DEVICES = 8
 _FORCE_DEVICES = "xla_force_host_platform_device_count"
 
 
@@ -62,7 +61,7 @@ def _jax_started() -> bool:
 
 
 def _have_tpu() -> bool:
-    if not _jax_started() and not any(os.path.exists(path) for path in _DEVICE_FILES):
+    if not _jax_started() and not has_tpu_device():
         return False
     import jax
 
@@ -78,11 +77,11 @@ def _interpreter_devices(count: int) -> list[Any]:
     started = _jax_started()
     if not started:
         # jax 0.10's interpreter blocks one thread a device; its pool has as many as NPROC says, else CPU cores.
-        os.environ.setdefault("NPROC", str(2 * max(count, _VIRTUAL_DEVICES)))
+        os.environ.setdefault("NPROC", str(2 * max(count, VIRTUAL_DEVICES)))
     import jax
 
     if not started and _FORCE_DEVICES not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", max(count, _VIRTUAL_DEVICES))
+        jax.config.update("jax_num_cpu_devices", max(count, VIRTUAL_DEVICES))
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise RuntimeError(

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .numerics import apply_activation, cast_rows, quantize_rows, unpack_rows
+from .numerics import apply_activation, cast_rows, quantize_rows, split_bf16, unpack_rows
 from .spec import LANES, ROW_BLOCK, Buffer, KernelSpec, operands, scratch
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
@@ -193,11 +193,11 @@ class _Kernel:
         if spec.has_bias:
             g = g + r["b13v"][slot]
         if spec.lora:
-            a = spec.lanes
-            delta = [
-                _dot(r["vs"][rows, j * a : (j + 1) * a], r["lb13"][f, :, j * bf : (j + 1) * bf])
-                for j in range(spec.halves)
-            ]
+            a = 2 * spec.lanes
+            delta = []
+            for j in range(spec.halves):
+                b = r["lb13"][f, :, j * bf : (j + 1) * bf]
+                delta.append(_dot(r["vs"][rows, j * a : (j + 1) * a], jnp.concatenate([b, b], axis=0)))
             g = g + (jnp.concatenate(delta, axis=1) if spec.gated else delta[0])
         up = g[:, bf:] if spec.gated else None
         h = apply_activation(spec.activation, g[:, :bf], up).astype(jnp.bfloat16)
@@ -310,8 +310,10 @@ class _Kernel:
         source = r["xb"] if "xb" in r else r["xs"]
         mask = self.row_mask(v, 0, height)
         for j in range(spec.halves):
-            shrunk = _dot_nt(source[0:height, :], r["la13"][j])
-            r["vs"][0:height, j * a : (j + 1) * a] = jnp.where(mask, shrunk, 0.0).astype(jnp.bfloat16)
+            shrunk = jnp.where(mask, _dot_nt(source[0:height, :], r["la13"][j]), 0.0)
+            high, low = split_bf16(shrunk)
+            r["vs"][0:height, 2 * j * a : (2 * j + 1) * a] = high
+            r["vs"][0:height, (2 * j + 1) * a : 2 * (j + 1) * a] = low
         r["us"][0:height, :] = jnp.zeros((height, a), jnp.float32)
 
     # -- results ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..common.activations import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 from ..common.numerics import E4M3_MAX, EPS, INV_E4M3_MAX
@@ -38,7 +39,7 @@ def apply_activation(name: str, gate: jax.Array, up: jax.Array | None) -> jax.Ar
     if name == "silu":
         out = gate * jax.nn.sigmoid(gate)
     elif name == "gelu":
-        out = 0.5 * gate * (1.0 + jax.lax.erf(gate * (1.0 / math.sqrt(2.0))))
+        out = 0.5 * gate * (1.0 + lax.erf(gate * (1.0 / math.sqrt(2.0))))
     elif name == "gelu_tanh":
         inner = math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate * gate * gate)
         out = 0.5 * gate * (1.0 + jnp.tanh(inner))
@@ -56,13 +57,22 @@ def pack_rows(x: jax.Array) -> jax.Array:
     A single row of this can be copied by DMA, which a row of 16-bit data cannot.
     """
     tokens, hidden = x.shape
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     words = bits[:, : hidden // 2] | (bits[:, hidden // 2 :] << 16)
     return words.reshape(tokens, hidden // 256, 128)
 
 
 def unpack_rows(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """uint32 ``[n, H/2]`` to the row's two halves, float32 ``[n, H/2]`` each, exactly."""
-    low = jax.lax.bitcast_convert_type(words << 16, jnp.float32)
-    high = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
+    low = lax.bitcast_convert_type(words << 16, jnp.float32)
+    high = lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
     return low, high
+
+
+def split_bf16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 as the sum of two bf16 terms, to 16 bits: one term would flip a few per cent of later FP8 codes.
+
+    The high term is cut by its bits, not cast, because XLA may elide a cast to bf16 and back.
+    """
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)

@@ -297,7 +297,7 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
             Buffer("lb13", "vmem", (spec.tiles, a, spec.halves * bf), "bfloat16"),
             Buffer("la2", "vmem", (spec.tiles, a, bf), "bfloat16"),
             Buffer("lb2", "vmem", (a, h), "bfloat16"),
-            Buffer("vs", "vmem", (rows, spec.halves * a), "bfloat16"),
+            Buffer("vs", "vmem", (rows, 2 * spec.halves * a), "bfloat16"),
             Buffer("us", "vmem", (rows, a), "float32"),
             Buffer("lora_sem", "dma", (3,)),
         ]

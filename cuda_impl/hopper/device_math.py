@@ -15,6 +15,13 @@ INV_FP8_MAX = gl.constexpr(1.0 / 448.0)
 
 
 @gluon.jit
+def advance(slot, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and the parity to wait for there."""
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
 def glu(gate, up, ACTIVATION: gl.constexpr):
     """``act(gate) * up`` in float32; ACTIVATION is one of "silu", "gelu_tanh", "swigluoai"."""
     if ACTIVATION == "silu":

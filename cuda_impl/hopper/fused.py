@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .decode_gemm import decode_gemm
+from .decode_rows import hidden_rows, prologue
 from .plan import plan_rows
 from .prefill_gemm import ROW_ALIGN, TILE_ROWS, grouped_gemm
 from .rows import combine, quantize_rows, scatter_quantize
@@ -161,6 +163,54 @@ def _prefill(
     combine(rows, topk_weights, plan.pos, out)
 
 
+def _decode(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    weights: HopperWeights,
+    adapters: HopperAdapters | None,
+    slots: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    a16: bool,
+    tokens: int,
+) -> None:
+    """Four launches (five where hidden rows need a pass of their own), each started before the one ahead has ended."""
+    experts, i2, h = weights.w13.shape
+    i = i2 // 2
+    block = weights.scheme == "block"
+    mode = "fp16" if a16 else "group" if block else "token"
+    plan, xq, xs, s13 = prologue(
+        x, topk_ids, num_experts=experts, mode=mode, tile=tokens, expert_map=expert_map, slots=slots,
+        a13=adapters.a13 if adapters is not None else None,
+    )  # fmt: skip
+    fused = block and not a16
+    bf16 = {"dtype": torch.bfloat16, "device": x.device}
+    hidden = None if fused and adapters is None else torch.empty((plan.rows, i), **bf16)
+    hq = hs = s2 = None
+    if fused:
+        hq = torch.empty((plan.rows, i), dtype=torch.float8_e4m3fn, device=x.device)
+        hs = torch.empty((plan.rows, -(-i // 128)), dtype=torch.float32, device=x.device)
+    decode_gemm(
+        xq, xs, weights.w13, weights.w13_scale, plan, block=block, activation=weights.activation, tokens=tokens,
+        out=hidden, q=hq, q_scale=hs, lora_b=adapters.b13 if adapters is not None else None, shrunk=s13,
+    )  # fmt: skip
+    if hidden is not None:
+        quantised = hidden_rows(
+            hidden, plan, mode="none" if fused else mode, a2=adapters.a2 if adapters is not None else None
+        )
+        s2 = quantised[2]
+        if not fused:
+            hq, hs = quantised[:2]
+    rows = torch.empty((plan.rows, h), **bf16)
+    decode_gemm(
+        hq, hs, weights.w2, weights.w2_scale, plan, block=block, activation=None, tokens=tokens, out=rows,
+        lora_b=adapters.b2 if adapters is not None else None, shrunk=s2, early=True,
+    )  # fmt: skip
+    combine(rows, topk_weights, plan.pos, out, pdl=True)
+
+
 def hopper_fused_moe(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -170,9 +220,17 @@ def hopper_fused_moe(
     adapters: HopperAdapters | None = None,
     adapter_slots: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
+    recipe: str = "w8a8",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(x) if out is None else out
-    if x.shape[0]:
-        _prefill(x, topk_weights, topk_ids, weights, adapters, adapter_slots, expert_map, out)
+    tokens, topk = topk_ids.shape
+    if not tokens:
+        return out
+    args = (x, topk_weights, topk_ids, weights, adapters, adapter_slots, expert_map, out)
+    if tokens * topk <= 2048 or recipe == "w8a16":
+        mean = tokens * topk / (expert_map.shape[0] if expert_map is not None else weights.w13.shape[0])
+        _decode(*args, a16=recipe == "w8a16", tokens=16 if mean <= 12 or recipe == "w8a16" else 32)
+    else:
+        _prefill(*args)
     return out

@@ -32,7 +32,8 @@ class RowPlan:
       row_slot: int32 ``[rows]``: the adapter slot of each row, -1 for base; None without adapters.
       seg_slot: int32 ``[max_segments]``: the adapter slot of each non-empty (expert, adapter) bin.
       seg_rows: int32 ``[max_segments, 4]``: expert, first row, rows, slot of the same bins.
-      pair_bin, pair_rank, bin_start: int32, how `pos` is found.
+      pair_bin, pair_rank, bin_start: int32, how `pos` is found; None where the sort writes `pos` itself.
+      row_expert: int32 ``[rows]``: the expert of each row, where a row pass needs it.
     """
 
     rows: int
@@ -43,9 +44,10 @@ class RowPlan:
     row_slot: torch.Tensor | None
     seg_slot: torch.Tensor | None
     seg_rows: torch.Tensor | None
-    pair_bin: torch.Tensor
-    pair_rank: torch.Tensor
-    bin_start: torch.Tensor
+    pair_bin: torch.Tensor | None = None
+    pair_rank: torch.Tensor | None = None
+    bin_start: torch.Tensor | None = None
+    row_expert: torch.Tensor | None = None
 
 
 @triton.jit
@@ -82,6 +84,64 @@ def _count_kernel(
 
 
 @triton.jit
+def write_offsets(
+    count,
+    bin_start_ptr,
+    tiles_ptr,
+    counts_ptr,
+    seg_slot_ptr,
+    seg_rows_ptr,
+    E: tl.constexpr,
+    SLOTS: tl.constexpr,
+    E_P: tl.constexpr,
+    S_P: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """From pairs a bin ``count [E_P, S_P]`` (base rows first) to first rows, tiles and segments; None skips a table."""
+    e = tl.arange(0, E_P)
+    s = tl.arange(0, S_P)
+    rows = tl.sum(count, axis=1)
+    padded = (rows + ALIGN - 1) // ALIGN * ALIGN
+    first = tl.cumsum(padded, axis=0) - padded
+    start = first[:, None] + tl.cumsum(count, axis=1) - count
+    if bin_start_ptr is not None:
+        inside = (e < E)[:, None] & (s < SLOTS + 1)[None, :]
+        tl.store(bin_start_ptr + e[:, None] * (SLOTS + 1) + s[None, :], start, mask=inside)
+    n_tiles = (rows + TILE - 1) // TILE
+    tile0 = tl.cumsum(n_tiles, axis=0) - n_tiles
+    tl.store(counts_ptr, tl.sum(n_tiles, axis=0))
+    tl.store(counts_ptr + 2, tl.sum(padded, axis=0))
+    if SLOTS > 0:
+        used = ((count > 0) & (s > 0)[None, :]).to(tl.int32)
+        n_segs = tl.sum(used, axis=1)
+        seg0 = tl.cumsum(n_segs, axis=0) - n_segs
+        seg = seg0[:, None] + tl.cumsum(used, axis=1) - used
+        slot = tl.broadcast_to(s[None, :] - 1, seg.shape)
+        tl.store(counts_ptr + 1, tl.sum(n_segs, axis=0))
+        tl.store(seg_slot_ptr + seg, slot, mask=used > 0)
+        if seg_rows_ptr is not None:
+            tl.store(seg_rows_ptr + seg * 4, tl.broadcast_to(e[:, None], seg.shape), mask=used > 0)
+            tl.store(seg_rows_ptr + seg * 4 + 1, start, mask=used > 0)
+            tl.store(seg_rows_ptr + seg * 4 + 2, count, mask=used > 0)
+            tl.store(seg_rows_ptr + seg * 4 + 3, slot, mask=used > 0)
+    for j in range(tl.max(n_tiles, axis=0)):
+        have = j < n_tiles
+        tile = tiles_ptr + (tile0 + j) * FIELDS
+        lo = first + j * TILE
+        size = tl.minimum(rows - j * TILE, TILE)
+        tl.store(tile, e, mask=have)
+        tl.store(tile + 1, lo, mask=have)
+        tl.store(tile + 2, size, mask=have)
+        if SLOTS > 0:
+            before = tl.sum(tl.where(start + count <= lo[:, None], used, 0), axis=1)
+            until = tl.sum(tl.where(start < (lo + size)[:, None], used, 0), axis=1)
+            tl.store(tile + 3, seg0 + before, mask=have)
+            tl.store(tile + 4, until - before, mask=have)
+
+
+@triton.jit
 def _offsets_kernel(
     bins_ptr,
     bin_start_ptr,
@@ -100,41 +160,10 @@ def _offsets_kernel(
     e = tl.arange(0, E_P)
     s = tl.arange(0, S_P)
     inside = (e < E)[:, None] & (s < SLOTS + 1)[None, :]
-    bins = e[:, None] * (SLOTS + 1) + s[None, :]
-    count = tl.load(bins_ptr + bins, mask=inside, other=0)
-    rows = tl.sum(count, axis=1)
-    padded = (rows + ALIGN - 1) // ALIGN * ALIGN
-    first = tl.cumsum(padded, axis=0) - padded
-    start = first[:, None] + tl.cumsum(count, axis=1) - count
-    tl.store(bin_start_ptr + bins, start, mask=inside)
-    n_tiles = (rows + TILE - 1) // TILE
-    tile0 = tl.cumsum(n_tiles, axis=0) - n_tiles
-    tl.store(counts_ptr, tl.sum(n_tiles, axis=0))
-    tl.store(counts_ptr + 2, tl.sum(padded, axis=0))
-    if SLOTS > 0:
-        used = ((count > 0) & (s > 0)[None, :]).to(tl.int32)
-        n_segs = tl.sum(used, axis=1)
-        seg0 = tl.cumsum(n_segs, axis=0) - n_segs
-        seg = seg0[:, None] + tl.cumsum(used, axis=1) - used
-        tl.store(counts_ptr + 1, tl.sum(n_segs, axis=0))
-        tl.store(seg_slot_ptr + seg, tl.broadcast_to(s[None, :] - 1, seg.shape), mask=used > 0)
-        tl.store(seg_rows_ptr + seg * 4, tl.broadcast_to(e[:, None], seg.shape), mask=used > 0)
-        tl.store(seg_rows_ptr + seg * 4 + 1, start, mask=used > 0)
-        tl.store(seg_rows_ptr + seg * 4 + 2, count, mask=used > 0)
-        tl.store(seg_rows_ptr + seg * 4 + 3, tl.broadcast_to(s[None, :] - 1, seg.shape), mask=used > 0)
-    for j in range(tl.max(n_tiles, axis=0)):
-        have = j < n_tiles
-        tile = tiles_ptr + (tile0 + j) * FIELDS
-        lo = first + j * TILE
-        size = tl.minimum(rows - j * TILE, TILE)
-        tl.store(tile, e, mask=have)
-        tl.store(tile + 1, lo, mask=have)
-        tl.store(tile + 2, size, mask=have)
-        if SLOTS > 0:
-            before = tl.sum(tl.where(start + count <= lo[:, None], used, 0), axis=1)
-            until = tl.sum(tl.where(start < (lo + size)[:, None], used, 0), axis=1)
-            tl.store(tile + 3, seg0 + before, mask=have)
-            tl.store(tile + 4, until - before, mask=have)
+    count = tl.load(bins_ptr + e[:, None] * (SLOTS + 1) + s[None, :], mask=inside, other=0)
+    write_offsets(
+        count, bin_start_ptr, tiles_ptr, counts_ptr, seg_slot_ptr, seg_rows_ptr, E, SLOTS, E_P, S_P, ALIGN, TILE, FIELDS
+    )
 
 
 def plan_rows(

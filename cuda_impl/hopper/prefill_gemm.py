@@ -31,16 +31,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .device_math import EPS, INV_FP8_MAX, glu
+from .device_math import EPS, INV_FP8_MAX, advance, glu
 from .plan import RowPlan
 
 TILE_FIELDS = gl.constexpr(8)
 
 
 @gluon.jit
-def _advance(slot, phase, STAGES: gl.constexpr):
-    last = slot == STAGES - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+def _before(slot, STAGES: gl.constexpr):
+    # Computed, not carried through the loop: the compiler takes a carried copy (`prev = slot`) for the value that
+    # it was before the loop.
+    return gl.where(slot == 0, STAGES - 1, slot - 1)
 
 
 @gluon.jit
@@ -69,7 +70,7 @@ def _load_tile(
         tma.async_copy_global_to_shared(a_desc, [row0 + 64, k * 128], bar, a_bufs.index(slot * 2 + 1), pred=two_halves)
         tma.async_copy_global_to_shared(b_desc, [b_row0, k * 128], bar, b_bufs.index(slot).slice(0, 128, 0))
         tma.async_copy_global_to_shared(b_desc, [b_row1, k * 128], bar, b_bufs.index(slot).slice(128, 128, 0))
-        slot, phase = _advance(slot, phase, STAGES)
+        slot, phase = advance(slot, phase, STAGES)
     return slot, phase
 
 
@@ -110,7 +111,7 @@ def _load_lora(
             hi = b_bufs.index(slot).slice(128, 128, 0)._reinterpret(gl.bfloat16, [128, CHUNK], lora_desc.layout)
             tma.async_copy_global_to_shared(lora_desc, [row0, c * CHUNK], bar, lo)
             tma.async_copy_global_to_shared(lora_desc, [row1, c * CHUNK], bar, hi)
-            slot, phase = _advance(slot, phase, STAGES)
+            slot, phase = advance(slot, phase, STAGES)
     return slot, phase
 
 
@@ -176,7 +177,7 @@ def _drain(count, full, empty, slot, phase, STAGES: gl.constexpr):
     for _ in range(count):
         mbarrier.wait(full.index(slot), phase)
         mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _advance(slot, phase, STAGES)
+        slot, phase = advance(slot, phase, STAGES)
     return slot, phase
 
 
@@ -234,7 +235,7 @@ def _add_lora(
             mbarrier.arrive(empty.index(slot), count=1)
             tmp = gl.convert_layout(t, ACC, assert_trivial=True)
             hi_acc = gl.where(mine, hi_acc + tmp, hi_acc)
-            slot, phase = _advance(slot, phase, STAGES)
+            slot, phase = advance(slot, phase, STAGES)
     return lo_acc, hi_acc, tmp, slot, phase
 
 
@@ -290,7 +291,7 @@ def _block_tile(
         sa = sa_next
         s_lo = lo_next
         s_hi = hi_next
-        slot, phase = _advance(slot, phase, STAGES)
+        slot, phase = advance(slot, phase, STAGES)
     return lo_acc, hi_acc, tmp, slot, phase
 
 
@@ -308,7 +309,6 @@ def _channel_tile(
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 32])
     acc = gl.zeros([64, 256], gl.float32, MMA)
-    prev = slot
     for k in range(K_STEPS):
         mbarrier.wait(full.index(slot), phase)
         acc = warpgroup_mma(
@@ -316,11 +316,10 @@ def _channel_tile(
         )
         # One product stays in flight; the stage before it is read out by now.
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(prev), count=1, pred=k > 0)
-        prev = slot
-        slot, phase = _advance(slot, phase, STAGES)
+        mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1, pred=k > 0)
+        slot, phase = advance(slot, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(prev), count=1)
+    mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1)
     return acc, slot, phase
 
 
@@ -429,7 +428,12 @@ def _consumer(
                         full, empty, b_bufs, slot, phase, GATED, RANK, STAGES,
                     )  # fmt: skip
             if GATED:
-                h = glu(lo, hi, ACTIVATION).to(gl.bfloat16)
+                h = glu(lo, hi, ACTIVATION)
+                if BLOCK and N % 128 != 0:
+                    # Columns past N came from other weight rows and must not raise a group's maximum.
+                    inside = n0 + gl.arange(0, 128, gl.SliceLayout(0, HALF)) < N
+                    h = gl.where(inside[None, :], h, 0.0)
+                h = h.to(gl.bfloat16)
                 tma.store_wait(0)
                 stage.store(h)
                 if BLOCK:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .plan import RowPlan
 
@@ -14,7 +15,8 @@ INV_FP8_MAX = tl.constexpr(1.0 / 448.0)
 
 
 @triton.jit
-def _fp8_scale(absmax):
+def fp8_scale(absmax):
+    """The package's scale of a group from its absolute maximum."""
     return tl.maximum(absmax, EPS) * INV_FP8_MAX
 
 
@@ -46,7 +48,7 @@ def _scatter_kernel(
     absmax = tl.max(tl.abs(x), axis=1)
     if not GROUPED:
         absmax = tl.zeros_like(absmax) + tl.max(absmax, axis=0)
-    scale = _fp8_scale(absmax)
+    scale = fp8_scale(absmax)
     inv = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     # The conversion saturates at 448 and keeps NaN.
     q = (x * inv[:, None]).to(tl.float8e4nv)
@@ -115,7 +117,7 @@ def _quantize_kernel(h_ptr, counts_ptr, q_ptr, scale_ptr, N: tl.constexpr, N_P: 
         inside = (row < total)[:, None] & (cols < N)[None, :]
         at = row.to(tl.int64)[:, None] * N + cols[None, :]
         h = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        scale = _fp8_scale(tl.max(tl.abs(h), axis=1))
+        scale = fp8_scale(tl.max(tl.abs(h), axis=1))
         inv = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         tl.store(q_ptr + at, (h * inv[:, None]).to(tl.float8e4nv), mask=inside)
         tl.store(scale_ptr + row, scale, mask=row < total)
@@ -152,8 +154,8 @@ def _combine_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
@@ -161,9 +163,9 @@ def _combine_kernel(
     for k in tl.static_range(K):
         row = tl.load(pos_ptr + token * K + k)
         weight = tl.load(weight_ptr + token * K + k).to(tl.float32)
-        value = tl.load(rows_ptr + row.to(tl.int64) * H + cols, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        value = tl.load(rows_ptr + row.to(tl.int64) * H + cols, mask=inside & (row >= 0), other=0.0)
         # A skipped pair contributes nothing, whatever its weight is.
-        acc += tl.where(row >= 0, weight, 0.0) * value
+        acc += tl.where(row >= 0, weight, 0.0) * value.to(tl.float32)
     tl.store(y_ptr + token.to(tl.int64) * H + cols, acc.to(tl.bfloat16), mask=inside)
 
 

@@ -32,6 +32,7 @@ import importlib.metadata
 import json
 import shutil
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -51,14 +52,14 @@ _GAIN_ATTENTION = 0.5
 _GAIN_EXPERTS = 0.5
 _GAIN_PREACTIVATION = 1.5
 # Features that carry the routing, before the norm: first choice, then second; and what remains of other writes there.
-_ROUTE_FEATURES = (7.0, 5.5)
-_ROUTE_LEAK = 0.25
+_ROUTE_FEATURES = (7.0, 5.0)
+_ROUTE_LEAK = 0.1
 _ROUTER_GAIN = 0.9
 # Logits: root mean square of the random part, and how far the read-out lifts the expected token.
 _HEAD_NOISE = 1.0
-_HEAD_READOUT = 5.0
+_HEAD_READOUT = 6.0
 # Relative size of an adapter's change to a projection's output.
-_LORA_GAIN = 0.5
+_LORA_GAIN = 0.4
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,35 @@ def write_samples(root: str | Path, *, force: bool = False) -> Samples:
 
 
 @contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and the libraries' notices of each other's deprecations."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: on matrices this small, threads cost far more than they bring where cores are shared."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -177,13 +207,14 @@ def _build(samples: Samples) -> None:
     except ImportError as error:
         raise ImportError(f"the samples need {error.name}: pip install 'isomoe[parity]'") from error
 
-    with torch.no_grad():
-        model = _base_model()
+    with quiet(), one_thread():
+        with torch.no_grad():
+            model = _base_model()
         model.save_pretrained(samples.bf16, max_shard_size=_SHARD_BYTES)
-    _write_quantized(samples.bf16, samples.channel, _channel_tensors, _channel_config())
-    _write_quantized(samples.bf16, samples.block, _block_tensors, _block_config())
-    _write_per_expert_adapter(samples.lora_per_expert, model.config)
-    _write_fused_adapter(samples.lora_fused, model)
+        _write_per_expert_adapter(samples.lora_per_expert, model.config)
+        _write_fused_adapter(samples.lora_fused, model)
+        _write_quantized(samples.bf16, samples.channel, _channel_tensors, _channel_config())
+        _write_quantized(samples.bf16, samples.block, _block_tensors, _block_config())
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
@@ -216,14 +247,12 @@ def _tensors() -> Iterator[tuple[str, np.ndarray]]:
     directions = _routing_directions()
     span = directions.reshape(-1, d.hidden_dim)
 
-    def spare(writes: np.ndarray) -> np.ndarray:
-        """Mostly keep what a tensor writes (axis -2 is H) out of the routing directions."""
-        return writes - np.float32(1 - _ROUTE_LEAK) * np.swapaxes(span, 0, 1) @ (span @ writes)
-
+    # Keeps most of what a tensor writes out of the routing directions.
+    spare = np.eye(d.hidden_dim, dtype=np.float32) - np.float32(1 - _ROUTE_LEAK) * (span.T @ span)
     embed = _normal("embed", d.vocab_size, d.hidden_dim)
     embed -= embed @ span.T @ span
     choices = np.argsort(_normal("choices", d.num_layers, d.vocab_size, d.num_experts), axis=-1)
-    strength = 1 + 0.1 * np.tanh(_normal("strength", d.num_layers, d.vocab_size, d.experts_per_token))
+    strength = 1 + 0.08 * np.tanh(_normal("strength", d.num_layers, d.vocab_size, d.experts_per_token))
     for layer in range(d.num_layers):
         for k, feature in enumerate(_ROUTE_FEATURES):
             embed += feature * strength[layer, :, k, None] * directions[layer][choices[layer, :, k]]
@@ -240,7 +269,7 @@ def _tensors() -> Iterator[tuple[str, np.ndarray]]:
                 _gained(f"{prefix}{name}", heads * d.head_dim, d.hidden_dim),
             )
         out = _gained(prefix + "o", d.hidden_dim, d.num_heads * d.head_dim)
-        yield prefix + "self_attn.o_proj.weight", _GAIN_ATTENTION * spare(out)
+        yield prefix + "self_attn.o_proj.weight", _GAIN_ATTENTION * spare @ out
         yield prefix + "mlp.gate.weight", _ROUTER_GAIN * directions[layer] / norm
         experts = [f"{prefix}expert{e}" for e in range(d.num_experts)]
         gate_up = [_gained(f"{name}/{half}", d.intermediate_size, d.hidden_dim)
@@ -250,7 +279,7 @@ def _tensors() -> Iterator[tuple[str, np.ndarray]]:
             _GAIN_PREACTIVATION * np.stack(gate_up).reshape(d.num_experts, 2 * d.intermediate_size, d.hidden_dim),
         )
         down = np.stack([_gained(f"{name}/down", d.hidden_dim, d.intermediate_size) for name in experts])
-        yield prefix + "mlp.experts.down_proj", _GAIN_EXPERTS * spare(down)
+        yield prefix + "mlp.experts.down_proj", _GAIN_EXPERTS * spare @ down
 
 
 def _base_model() -> Any:

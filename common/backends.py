@@ -84,7 +84,7 @@ class RegisteredBackend:
             found: Any = importlib.import_module(module)
             for part in qualname.split("."):
                 found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, SystemExit) as error:  # some packages exit on wrong hardware
             raise ImportError(f"backend {self.name!r}: cannot load {self.experts!r}: {error}") from error
         if not isinstance(found, type):
             raise ImportError(f"backend {self.name!r}: {self.experts!r} is not a class")
@@ -228,10 +228,15 @@ def _load_entry_points() -> None:
         if _entry_points_loaded:
             return
         _entry_points_loaded = True
-    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+    try:
+        points = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+    except Exception as error:  # a distribution with broken metadata
+        logger.warning("isomoe: entry points of %s cannot be read: %s", ENTRY_POINT_GROUP, error)
+        return
+    for point in points:
         try:
             point.load()()  # a function without arguments that calls register_moe_backend
-        except Exception as error:  # somebody else's plugin may fail in any way
+        except (Exception, SystemExit) as error:  # somebody else's plugin may fail in any way
             logger.warning("isomoe: backend plugin %r (%s) failed: %s", point.name, point.value, error)
 
 

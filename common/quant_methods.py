@@ -239,8 +239,7 @@ class FusedMoEMethodBase:
             raise ValueError(
                 "apply_router_weight_on_input: got True, which no executor here serves; want False"
             )
-        name = str(getattr(params_dtype, "name", params_dtype)).removeprefix("torch.")
-        check_choice("params_dtype", name, (self.moe.in_dtype,))
+        check_choice("params_dtype", _dtype_name(params_dtype), (self.moe.in_dtype,))
         layout = LayerLayout(
             self.quant.scheme,
             self.weight_scale_name,
@@ -471,6 +470,14 @@ def _created(layer: Any) -> LayerLayout:
     if not isinstance(layout, LayerLayout):
         raise RuntimeError("create_weights must run on this layer first")
     return layout
+
+
+def _dtype_name(dtype: Any) -> str:
+    """``"bfloat16"`` for numpy's, torch's or a named dtype."""
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return str(dtype).removeprefix("torch.")
 
 
 def _expert_map(layout: LayerLayout) -> np.ndarray:

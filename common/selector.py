@@ -311,7 +311,7 @@ def _why_not(
         return declared_support(experts_cls).why_not(
             config, weight_key, activation_key, platform
         ), experts_cls
-    except Exception as error:  # somebody else's class may fail in any way while it is imported or asked
+    except (Exception, SystemExit) as error:  # somebody else's class may fail in any way, imported or asked
         return f"cannot be used: {type(error).__name__}: {error}".replace("\n", " "), None
 
 

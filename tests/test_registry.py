@@ -249,12 +249,13 @@ def test_an_import_that_fails_in_any_way_is_a_reason(monkeypatch, tmp_path):
     for name, body in (
         ("plugin_syntax", "def ("),
         ("plugin_zero", "1 / 0"),
+        ("plugin_exit", "import sys; sys.exit('wrong hardware')"),
         ("plugin_import", "import no_such_module"),
     ):
         (tmp_path / f"{name}.py").write_text(body)
         register(name, f"{name}:Experts", auto_select=True)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("plugin_syntax", "plugin_zero", "plugin_import"):
+    for name in ("plugin_syntax", "plugin_zero", "plugin_exit", "plugin_import"):
         assert row_of(name, Platform.cuda(9, 0)).reason.startswith("cannot be used: ")
         assert executors()[name].state == "unavailable"
 

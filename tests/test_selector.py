@@ -379,7 +379,8 @@ def test_detected_platform_is_used(monkeypatch):
     assert explain_selection(BASE).platform == Platform.cuda(9, 0)
 
 
-def test_token_thresholds_are_measured_data():
+def test_token_thresholds_are_measured_data(monkeypatch):
+    monkeypatch.delenv("ISOMOE_BATCH_INVARIANT", raising=False)
     hopper = Platform.cuda(9, 0)
     for row in TOKEN_THRESHOLDS:
         assert row.measured and row.max_tokens > 0
@@ -389,11 +390,8 @@ def test_token_thresholds_are_measured_data():
     assert backend_for_tokens("triton", hopper, "block", 257, table) == "triton"
     assert backend_for_tokens("triton", hopper, "channel", 1, table) == "triton"
     assert backend_for_tokens("triton", Platform.cuda(8, 9), "block", 1, table) == "triton"
-    os.environ["ISOMOE_BATCH_INVARIANT"] = "1"
-    try:
-        assert backend_for_tokens("triton", hopper, "block", 1, table) == "triton"
-    finally:
-        del os.environ["ISOMOE_BATCH_INVARIANT"]
+    monkeypatch.setenv("ISOMOE_BATCH_INVARIANT", "1")
+    assert backend_for_tokens("triton", hopper, "block", 1, table) == "triton"
 
 
 def test_selection_on_a_tpu_imports_nothing_of_cuda():

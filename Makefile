@@ -14,8 +14,7 @@ help:
 	@echo "make test   the whole test suite"
 	@echo "make lint   ruff, mypy, import contracts"
 
-# torch comes first: where a CPU build is at hand, resolving it alone keeps pip from choosing a CUDA build. Triton is
-# pinned apart from it: a CUDA build of torch insists on its own Triton, and this suite runs on one version anywhere.
+# torch first and by its exact version: a range would let pip prefer a newer, larger build where one is on offer.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isomoe needs Python >= 3.11")'
 	$(PYTHON) -m venv $(VENV)

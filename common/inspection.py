@@ -139,7 +139,7 @@ def show(found: ModelInspection) -> None:
     eps = list(found.weight_bytes)
     rows = [
         (device.label, report.format_bytes(device.memory), *(
-            "/".join("-" if n is None else str(n) for n in found.slots[device.label][ep].values()) for ep in eps
+            "/".join(_slots(n) for n in found.slots[device.label][ep].values()) for ep in eps
         ))
         for device in DEVICES
     ]
@@ -156,6 +156,11 @@ def show(found: ModelInspection) -> None:
     out.print(report.table("Selection", ("platform", "selector answers", "executed by"), answers))
     if found.adapters:
         out.print(_adapter_table(found.adapters))
+
+
+def _slots(count: int | None) -> str:
+    """A count for a narrow column; more than 999 slots are no decision's limit."""
+    return "-" if count is None else (str(count) if count <= 999 else "999+")
 
 
 def _adapter_table(adapters: Mapping[str, AdapterReport]) -> Any:

@@ -44,7 +44,7 @@ class ParityCase:
       name: what the report calls it.
       layer: the layer's index in the checkpoint.
       config, weights: the layer, with adapter slots where adapters are given.
-      adapters: the loaded adapters, then a copy of the first with B = 0; empty for a base-only run.
+      adapters: the loaded adapters in bfloat16, then a copy of the first with B = 0; empty for a base-only run.
       gains: the power of two by which each adapter's B was multiplied, by name.
       x, topk_weights, topk_ids, adapter_ids: the batch, as `run_moe` takes it.
     """
@@ -154,13 +154,16 @@ def layer_input(rng: np.random.Generator, num_tokens: int, hidden_dim: int) -> n
     return (x / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True))).astype(BF16)
 
 
-def _amplify(adapter: LoRAAdapter, gain: int) -> LoRAAdapter:
-    """B times a power of two: exact in bfloat16."""
-    dtype = adapter.b13.dtype
+def as_served(adapter: LoRAAdapter, gain: int = 1) -> LoRAAdapter:
+    """The adapter in bfloat16, as pools and kernels hold it, with B times a power of two (exact in bfloat16).
+
+    A float32 file is rounded here once, so that the reference and every executor are given the same bits.
+    """
     scale = np.float32(gain)
     return replace(
-        adapter, b13=(adapter.b13.astype(np.float32) * scale).astype(dtype),
-        b2=(adapter.b2.astype(np.float32) * scale).astype(adapter.b2.dtype),
+        adapter, a13=adapter.a13.astype(BF16), a2=adapter.a2.astype(BF16),
+        b13=(adapter.b13.astype(np.float32) * scale).astype(BF16),
+        b2=(adapter.b2.astype(np.float32) * scale).astype(BF16),
     )
 
 
@@ -206,7 +209,8 @@ def build_case(
         logits += 0 if router.bias is None else router.bias
     bias = None if router is None else router.correction_bias
     topk_weights, topk_ids = route(logits, config, correction_bias=bias)
-    loaded = tuple(adapters.values())
+    served = {name: as_served(adapter) for name, adapter in adapters.items()}
+    loaded = tuple(served.values())
     if loaded:
         first = loaded[0]
         zero = replace(
@@ -218,9 +222,9 @@ def build_case(
     cycle = np.array([BASE_ROW, *(a.adapter_id for a in loaded)], np.int32)
     adapter_ids = cycle[np.arange(num_tokens) % len(cycle)]
     case = ParityCase(name, layer, config, weights, loaded, {}, x, topk_weights, topk_ids, adapter_ids)
-    gains = {name: _gain(case, adapter) for name, adapter in adapters.items()}
-    scaled = tuple(_amplify(a, g) for a, g in zip(adapters.values(), gains.values(), strict=True))
-    return replace(case, adapters=scaled + loaded[len(adapters) :], gains=gains)
+    gains = {name: _gain(case, adapter) for name, adapter in served.items()}
+    scaled = tuple(as_served(served[name], gain) for name, gain in gains.items())
+    return replace(case, adapters=scaled + loaded[len(served) :], gains=gains)
 
 
 @dataclass(frozen=True)

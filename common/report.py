@@ -66,7 +66,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
     from rich.table import Table
 
     right = set(numeric)
-    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    made = Table(
+        title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False,
+        show_header=any(columns),
+    )
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left")
     for row in rows:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from isomoe.common import backends, executors
+from isomoe.common import backends, executors, tolerances
 from isomoe.common.backends import Fp8MoeBackend, UnquantizedMoeBackend, register_moe_backend
 from isomoe.common.checkpoint_config import ModuleQuant
 from isomoe.common.config import FusedMoEConfig, FusedMoEParallelConfig
@@ -854,6 +854,31 @@ def test_the_default_recipe_suits_device_and_checkpoint(monkeypatch):
         monkeypatch.setattr(cls, "info", ready)
         method.apply(layer, *arrays)
         assert calls == [(executor, want)]
+
+
+@pytest.mark.parametrize(("platform", "ep_size"), [(TPU, 2), (HOPPER, 1), (Platform.cuda(8, 6), 1)], ids=str)
+def test_the_platforms_own_kernels_run_the_layer(platform, ep_size):
+    """End to end with adapters, interpreted where there is no device: TPU by the registry, CUDA by choice."""
+    parallel = FusedMoEParallelConfig(ep_size=ep_size, use_ep=ep_size > 1)
+    config = replace(CONFIG.with_lora(2, 16), moe_parallel_config=parallel)
+    method = METHODS["ct-channel"][0](config, platform=platform)
+    name = method.executor.name
+    info = executors.executor_class(name).info()
+    if info.state == "unavailable":
+        pytest.skip(f"{name} is unavailable: {info.reason}")
+    weights = make_weights("channel")
+    layer = load(method, weights, config)
+    x, topk_weights, topk_ids = batch()
+    options = {
+        "adapters": [make_adapter()],
+        "adapter_ids": np.where(np.arange(T) % 2, 7, -1).astype(np.int32),
+    }
+    got = method.apply(layer, x, topk_weights, topk_ids, **options)
+    recipe = "w8a16" if name == "marlin" else "w8a8"
+    want = executors.run_moe(
+        "reference", x, topk_weights, topk_ids, weights, config=CONFIG, recipe=recipe, **options
+    )
+    assert rel_l2(got, want) <= tolerances.to_recipe("bf16").bound
 
 
 def test_monolithic_apply_routes_first():

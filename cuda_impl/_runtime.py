@@ -149,6 +149,11 @@ def launch(
     kernel[grid](**arguments, **constexprs, num_warps=num_warps, num_stages=num_stages)
 
 
+def batch_invariant() -> bool:
+    """Whether ISOMOE_BATCH_INVARIANT=1 asks for one tile at every batch size."""
+    return os.environ.get("ISOMOE_BATCH_INVARIANT") == "1"
+
+
 def cdiv(a: int, b: int) -> int:
     """Ceiling of a / b."""
     return -(-a // b)

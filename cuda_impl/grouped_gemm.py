@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._runtime import INTERPRET, Target, cdiv, launch, next_power_of_2, target_of, tl, triton
+from ._runtime import INTERPRET, Target, batch_invariant, cdiv, launch, next_power_of_2, target_of, tl, triton
 from .align import Alignment
 from .device_numerics import activate, activate_gated, decode_e4m3, to_bf16, to_dtype, to_f32
 
@@ -202,6 +202,8 @@ def choose_block_m(num_pairs: int, local_experts: int, target: Target) -> int:
     """Rows of a tile: near the rows an expert gets, at least the matrix unit's 16."""
     if target.capability is None:
         return 16
+    if batch_invariant():
+        return 64
     rows = cdiv(num_pairs, max(local_experts, 1))
     if rows <= 16:
         return 16

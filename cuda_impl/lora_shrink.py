@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ._runtime import cdiv, launch, next_power_of_2, target_of, tl, triton
+from ._runtime import batch_invariant, cdiv, launch, next_power_of_2, target_of, tl, triton
 from .align import Alignment
 from .device_numerics import decode_e4m3, to_bf16, to_f32
 from .grouped_gemm import dot
@@ -91,7 +91,7 @@ def lora_shrink(
     v = torch.empty((num_pairs, halves, rank), dtype=torch.float32, device=x.device)
     local_experts = alignment.expert_start.shape[0]
     block_r = min(64, max(16, next_power_of_2(rank)))
-    block_m = 16 if num_pairs <= 16 * local_experts else 64
+    block_m = 16 if num_pairs <= 16 * local_experts and not batch_invariant() else 64
     splits = max(1, min(8, num_pairs // (8 * local_experts * 64)))
     launch(
         _shrink_kernel,

@@ -70,8 +70,6 @@ def _check(
 ) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: got {type(x).__name__}, want a torch tensor")
-    if not isinstance(weights, PreparedWeights):
-        raise TypeError(f"weights: got {type(weights).__name__}, want PreparedWeights (see prepare_weights)")
     device, hidden, experts = x.device, weights.hidden_dim, weights.num_experts
     x_dtypes = (torch.bfloat16,) if x_scale is None else (torch.uint8, torch.float8_e4m3fn)
     _check_tensor("x", x, device, (None, hidden), x_dtypes)
@@ -183,6 +181,8 @@ def fused_moe(
       TypeError, ValueError: a bad argument, before any launch.
       NotImplementedError: adapters with quantised rows, without ``lora_input="fp8"``.
     """
+    if not isinstance(weights, PreparedWeights):
+        raise TypeError(f"weights: got {type(weights).__name__}, want PreparedWeights (see prepare_weights)")
     if not isinstance(recipe, Recipe):
         scheme = "bf16" if not weights.is_fp8 else "block" if weights.is_block else "channel"
         recipe = default_recipe(recipe, scheme, static_input=weights.w13_input_scale is not None)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One MoE layer of a tpu-inference model on this package's expert-parallel kernel.
+
+An `EPLayer` is what a quant method keeps once its weights are loaded: the static part of the layer's program. The
+operands themselves are parameters of the vLLM layer, so that they are arguments of the jitted model step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...common.config import FusedMoEConfig
+from ...common.platforms import Platform
+from ...common.weights import MoEWeights
+from ..blocks import choose_blocks, interpreter_blocks, tile_width
+from ..ep_moe import EPBuild, fused_moe_ep
+from ..generations import GENERATIONS, generation
+from ..layout import activation_scales, lay_out_weights
+from ..spec import LoRASpec
+from .routing import route_on_device
+
+# Limits an interpreted run takes; no device stands behind it.
+INTERPRETED_GENERATION = "v7x"
+
+
+def expert_axis(mesh: Mesh, axes: str | tuple[str, ...]) -> str:
+    """The one mesh axis that really splits experts.
+
+    tpu-inference names up to six axes for experts; those of extent 1 split nothing.
+
+    Raises:
+      ValueError: several split experts, or tokens are split over an axis that experts are replicated over.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    names = tuple(name for name in names if name in mesh.shape)
+    if not names:
+        raise ValueError(f"mesh: has axes {mesh.axis_names}, none of the expert axes {axes}")
+    wide = [name for name in names if mesh.shape[name] > 1]
+    if len(wide) > 1:
+        raise ValueError(f"mesh: experts are split over several axes {tuple(wide)}, want one")
+    others = {name: size for name, size in mesh.shape.items() if name not in names and size > 1}
+    if others:
+        raise ValueError(f"mesh: axes {others} replicate the experts; every replica would compute all tokens")
+    return wide[0] if wide else names[-1]
+
+
+def mesh_generation(mesh: Mesh) -> tuple[str, bool]:
+    """The TPU generation of a mesh and whether its kernels are interpreted (a mesh of CPU devices).
+
+    Raises:
+      ValueError: devices of another kind, or a generation without limits here.
+    """
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu":
+        return INTERPRETED_GENERATION, True
+    if platform != "tpu":
+        raise ValueError(f"mesh: got {platform} devices, want TPU")
+    found = Platform.detect().arch
+    if found not in GENERATIONS:
+        raise ValueError(f"mesh: got TPU generation {found or 'unknown'}, want one of {', '.join(GENERATIONS)}")
+    return found, False
+
+
+@dataclass(frozen=True, eq=False)
+class EPLayer:
+    """The static part of a layer.
+
+    Attributes:
+      mesh, axis: where experts are split.
+      config: the layer.
+      scheme: `MoEWeights.scheme` of the operands.
+      recipe: ``"w8a8"`` or ``"w8a16"``.
+      generation: TPU generation whose limits hold.
+      bf: tile width the operands are laid out with.
+      interpreted: the mesh is of CPU devices.
+      lora: adapter slots; None where the model serves no adapters.
+      static_scales: float32 ``[4]`` where activations use the checkpoint's scales.
+    """
+
+    mesh: Mesh
+    axis: str
+    config: FusedMoEConfig
+    scheme: str
+    recipe: str
+    generation: str
+    bf: int
+    interpreted: bool
+    lora: LoRASpec | None = None
+    static_scales: np.ndarray | None = None
+
+    @classmethod
+    def of(
+        cls, weights: MoEWeights, config: FusedMoEConfig, mesh: Mesh, expert_axes: str | tuple[str, ...], recipe: str
+    ) -> EPLayer:
+        """The layer for these weights.
+
+        Raises:
+          ValueError: a mesh, layer or recipe the kernel does not serve; the message says which.
+        """
+        axis = expert_axis(mesh, expert_axes)
+        name, interpreted = mesh_generation(mesh)
+        weights.check_matches(config)
+        static = weights.has_static_input and recipe == "w8a8"
+        bf = (
+            interpreter_blocks(inter=config.intermediate_size, rows=1, max_loras=0).bf
+            if interpreted else tile_width(generation(name), config, weights.scheme)
+        )
+        layer = cls(
+            mesh, axis, config, weights.scheme, recipe, name, bf, interpreted,
+            static_scales=activation_scales(weights) if static else None,
+        )
+        layer.build(mesh.shape[axis])
+        return layer
+
+    def build(self, num_tokens: int) -> EPBuild:
+        """The program for a batch size; blocks follow it, operand layouts do not.
+
+        Raises:
+          ValueError: nothing fits the device; the message names the limit.
+        """
+        ep = int(self.mesh.shape[self.axis])
+        slots, rank = (self.lora.slots, self.lora.rank) if self.lora else (0, 0)
+        interpret: Any = False
+        if self.interpreted:
+            from ..executor import InterpretSettings
+
+            rows = num_tokens * self.config.experts_per_token
+            blocks = interpreter_blocks(
+                inter=self.config.intermediate_size, rows=rows, max_loras=slots, bf=self.bf
+            )
+            interpret = InterpretSettings().params()
+        else:
+            blocks = choose_blocks(
+                self.generation, self.config, num_tokens, ep=ep, scheme=self.scheme, recipe=self.recipe,
+                max_loras=slots, max_lora_rank=rank, bf=self.bf,
+            )
+        return EPBuild(
+            mesh=self.mesh, axis=self.axis, config=self.config, scheme=self.scheme, recipe=self.recipe,
+            blocks=blocks, generation=self.generation, lora=self.lora,
+            static_scales=self.static_scales is not None, interpret=interpret,
+        )
+
+    def with_lora(self, lora: LoRASpec) -> EPLayer:
+        """The same layer serving adapters."""
+        return replace(self, lora=lora)
+
+    def operands(self, weights: MoEWeights) -> dict[str, jax.Array]:
+        """Weights on the mesh in the kernel's layout, by operand name (see `layout`).
+
+        Each shard is arranged on its own, so the host holds one shard's copy at a time, and a process lays out only
+        the experts of its own devices.
+        """
+        build = self.build(self.mesh.shape[self.axis])
+        shardings = build.shardings()
+        per_device = build.local_experts
+        laid: dict[int, dict[str, np.ndarray]] = {}
+
+        def shard(first: int) -> dict[str, np.ndarray]:
+            chosen = np.arange(first, min(first + per_device, weights.num_experts))
+            if len(chosen) == 0:  # padding experts only: any expert's layout, zeroed
+                empty = lay_out_weights(weights.take(np.arange(1)), bf=self.bf, experts=per_device)
+                return {name: np.zeros_like(a) for name, a in empty.items()}
+            return lay_out_weights(weights.take(chosen), bf=self.bf, experts=per_device)
+
+        out: dict[str, list[jax.Array]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        experts = per_device * build.ep
+        for device, index in sharding.addressable_devices_indices_map((experts,)).items():
+            first = index[0].start or 0
+            if first not in laid:
+                laid = {first: shard(first)}
+            for name, array in laid[first].items():
+                shapes[name] = (experts, *array.shape[1:])
+                out.setdefault(name, []).append(jax.device_put(array, device))
+        return {
+            name: jax.make_array_from_single_device_arrays(
+                shapes[name], NamedSharding(self.mesh, shardings[name]), parts
+            )
+            for name, parts in out.items()
+        }
+
+    def apply(
+        self,
+        x: jax.Array,
+        router_logits: jax.Array,
+        tensors: dict[str, jax.Array],
+        *,
+        correction_bias: jax.Array | None = None,
+        num_valid_tokens: jax.Array | None = None,
+        adapter_slots: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Route and run; inside or outside jit.
+
+        Args:
+          x: ``[T, H]`` bfloat16.
+          router_logits: ``[T, E]``.
+          tensors: `operands`, and adapters where the layer serves them.
+          correction_bias: ``[E]``, or None.
+          num_valid_tokens: rows from this one on are padding: they visit no expert and give zeros.
+          adapter_slots: int32 ``[T]``, -1 = base, where the layer serves adapters.
+
+        Returns:
+          ``[T, H]`` bfloat16, and the expert ids int32 ``[T, K]``.
+        """
+        weights, ids = route_on_device(router_logits, self.config, correction_bias=correction_bias)
+        if num_valid_tokens is not None:
+            valid = jnp.arange(ids.shape[0])[:, None] < num_valid_tokens
+            ids, weights = jnp.where(valid, ids, -1), jnp.where(valid, weights, 0.0)
+        scale = None if self.static_scales is None else jnp.asarray(self.static_scales)
+        out = fused_moe_ep(
+            x.astype(jnp.bfloat16), weights, ids, tensors, build=self.build(x.shape[0]),
+            adapter_slots=adapter_slots, act_scale=scale,
+        )
+        return out.astype(x.dtype), ids

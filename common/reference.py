@@ -22,7 +22,7 @@ from .numerics import BF16, BLOCK, E4M3, cdiv, dequantize_rows, expand_groups, q
 from .platforms import PlatformKind
 from .recipes import Group, Recipe
 from .support import ExpertsSupport
-from .weights import SCHEMES, LoRAAdapter, MoEWeights
+from .weights import SCHEMES, LoRAAdapter
 
 
 def _quantize(x: np.ndarray, group: Group, static_scale: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, int]:

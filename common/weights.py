@@ -27,13 +27,18 @@ SCHEMES = ("block", "channel", "tensor", "bf16")
 
 
 def _check_finite(label: str, value: np.ndarray) -> None:
-    if value.dtype == E4M3:
-        bad = (value.view(np.uint8) & 0x7F) == 0x7F
-    else:
-        bad = ~np.isfinite(value.astype(np.float32, copy=False))
-    if bad.any():
-        where = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
-        raise ValueError(f"{label}: got {int(bad.sum())} non-finite values, the first at {where}; want all finite")
+    """Raise at the first non-finite value; one leading slice at a time, so that no mask of the whole is made."""
+    for i, part in enumerate(value if value.ndim > 1 else value[None]):
+        if value.dtype == E4M3:
+            bad = (part.view(np.uint8) & 0x7F) == 0x7F
+        else:
+            bad = ~np.isfinite(part.astype(np.float32, copy=False))
+        if bad.any():
+            where = tuple(int(j) for j in np.unravel_index(int(np.argmax(bad)), bad.shape))
+            where = (i, *where) if value.ndim > 1 else where
+            raise ValueError(
+                f"{label}: got {int(bad.sum())} non-finite values in slice {i}, the first at {where}; want all finite"
+            )
 
 
 def block_scale_shape(rows: int, cols: int, halves: int) -> tuple[int, int]:

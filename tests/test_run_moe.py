@@ -113,7 +113,7 @@ BAD_WEIGHTS = [
     ({"w13": W["w13"].astype(np.float32)}, TypeError, "w13: got dtype float32, want float8_e4m3fn"),
     ({"w13": W["w13"][:, :100]}, ValueError, r"w13: got shape \[8, 100, 256\] with w2"),
     ({"w2": W["w2"][:4]}, ValueError, r"w2: got shape \[4, 256, 128\], want \[8, 256, any\]"),
-    ({"w13": _poke(W["w13"], np.nan)}, ValueError, r"w13: got 1 non-finite values, the first at \(1, 1, 1\)"),
+    ({"w13": _poke(W["w13"], np.nan)}, ValueError, r"w13: got 1 non-finite values in slice 1, the first at \(1, 1, 1\)"),
     ({"w13_scale": None}, ValueError, r"w13_scale: got None with scheme 'channel', want float32 \[8, 256\]"),
     ({"w2_scale": W["w2_scale"][:, :-1]}, ValueError, r"w2_scale: got shape \[8, 255\] with scheme 'channel'"),
     ({"w2_scale": W["w2_scale"].astype(BF16)}, TypeError, "w2_scale: got dtype bfloat16, want float32"),

@@ -33,7 +33,7 @@ from .adapter_config import AdapterSettings, read_adapter_config
 from .checkpoints import BLOCKS, PREFIXES, ROLES
 from .checks import check_choice, check_int
 from .config import MAX_LORA_RANK, FusedMoEConfig
-from .numerics import BF16
+from .numerics import BF16, all_finite
 from .safe_files import Budget, TensorFileError, TensorStore, clean, some
 from .weights import LoRAAdapter
 
@@ -118,7 +118,11 @@ class _Leaf:
 
 
 class _Reader:
-    def __init__(self, store: TensorStore, settings: AdapterSettings, config: FusedMoEConfig, options: _Options) -> None:
+    """An open adapter file: names sorted in at once, headers read as planned, tensors as built."""
+
+    def __init__(
+        self, store: TensorStore, settings: AdapterSettings, config: FusedMoEConfig, options: _Options
+    ) -> None:
         self.store, self.settings, self.config, self.options = store, settings, config, options
         self.ignored: list[str] = []
         self.missing: list[tuple[int, str, int]] = []
@@ -141,7 +145,8 @@ class _Reader:
         match = _LAYER.fullmatch(name)
         tail = _TAIL.fullmatch(match["tail"]) if match else None
         leaf = "outer" if tail is None or tail["leaf"] is None else _LEAVES.get(tail["leaf"])
-        if match is None or tail is None or leaf is None or match["prefix"] not in PREFIXES or match["block"] not in BLOCKS:
+        known = match is not None and match["prefix"] in PREFIXES and match["block"] in BLOCKS
+        if match is None or tail is None or leaf is None or not known:
             raise TensorFileError(f"{where}: an expert's tensor of no form that is read here ({', '.join(FORMS)})")
         expert = None if tail["expert"] is None else int(tail["expert"])
         if expert is not None and (leaf in ("inner", "outer") or expert >= self.config.num_experts):
@@ -181,7 +186,7 @@ class _Reader:
     def _dims(self, role: str) -> tuple[int, int]:
         """(in, out) of a projection."""
         hidden, inter = self.config.hidden_dim, self.config.intermediate_size
-        return {"gate": (hidden, inter), "up": (hidden, inter), "gate_up": (hidden, 2 * inter), "down": (inter, hidden)}[role]
+        return (inter, hidden) if role == "down" else (hidden, 2 * inter if role == "gate_up" else inter)
 
     def _check_side(self, name: str, side: str, shape: tuple[int, ...], role: str) -> int:
         """Hold one matrix ``[.., r, in]`` or ``[.., out, r]`` against the base; returns its rank."""
@@ -239,9 +244,9 @@ class _Reader:
             sides.setdefault(role, {}).setdefault(side, []).append((expert, name))
         out = []
         for role, pair in sides.items():
-            for side in ("A", "B"):
+            for side, other in (("A", "B"), ("B", "A")):
                 if side not in pair:
-                    raise TensorFileError(f"{self.store.where(pair['AB'.replace(side, '')][0][1])}: lacks its lora_{side}")
+                    raise TensorFileError(f"{self.store.where(pair[other][0][1])}: lacks its lora_{side}")
             out.append(self._leaf(layer, role, pair["A"], pair["B"]))
         return out
 
@@ -274,7 +279,8 @@ class _Reader:
         ranks_b, count_b, stacked_b = self._side("B", role, b)
         numbered = sorted({e for e in (*ranks_a, *ranks_b) if e is not None})
         scales = []
-        for expert in numbered or [None]:
+        owners: list[int | None] = [*numbered] or [None]
+        for expert in owners:
             found_a = ranks_a.get(expert, ranks_a.get(None))
             found_b = ranks_b.get(expert, ranks_b.get(None))
             if found_a is None or found_b is None:
@@ -302,10 +308,9 @@ class _Reader:
         for nest in ("inner", "outer"):
             if (None, nest, "A") not in keys and (None, nest, "B") not in keys:
                 continue
-            for side in ("A", "B"):
+            for side, other in (("A", "B"), ("B", "A")):
                 if (None, nest, side) not in keys:
-                    have = keys[None, nest, "B" if side == "A" else "A"]
-                    raise TensorFileError(f"{self.store.where(have)}: lacks its lora_{side}")
+                    raise TensorFileError(f"{self.store.where(keys[None, nest, other])}: lacks its lora_{side}")
             name_a, name_b = keys[None, nest, "A"], keys[None, nest, "B"]
             (rows, d_in), (d_out, cols) = self._shape(name_a, (2,)), self._shape(name_b, (2,))
             if rows % experts or rows != cols:
@@ -316,7 +321,7 @@ class _Reader:
             pairs.append((name_a, name_b, d_in, d_out, rows // experts))
         swapped, roles = self._orientation(layer, pairs)
         out = []
-        for (name_a, name_b, _, _, rank), role in zip(pairs, roles):
+        for (name_a, name_b, _, _, rank), role in zip(pairs, roles, strict=True):
             module = f"{self.modules[layer]}.{role}_proj"
             scale = np.asarray([self._scaling(module, rank, name_a)], np.float32)
             out.append(
@@ -381,7 +386,7 @@ class _Reader:
 
     def _tensor(self, name: str) -> np.ndarray:
         value = self.store.read(name)
-        if not np.isfinite(value.astype(np.float32, copy=False)).all():
+        if not all_finite(value):
             raise TensorFileError(f"{self.store.where(name)}: got non-finite values, want all finite")
         return value
 
@@ -438,7 +443,7 @@ class _Reader:
             return [("gate", a[:, :half], gate[..., :half]), ("up", a[:, half:], up[..., half:])]
         return [("gate", a, gate), ("up", a, up)]
 
-    def build(self, layer: int, leaves: list[_Leaf], adapter_id: int, dtype: np.dtype, max_rank: int | None) -> LoRAAdapter:
+    def build(self, layer: int, leaves: list[_Leaf], adapter_id: int, dtype: np.dtype, max_rank: int) -> LoRAAdapter:
         """The layer's canonical arrays."""
         config = self.config
         parts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -452,12 +457,12 @@ class _Reader:
                 scales = leaf.scales
             with np.errstate(over="ignore"):
                 b = (b * scales[:, None, None]).astype(dtype)
-            if not np.isfinite(b.astype(np.float32)).all():
+            if not all_finite(b):
                 raise TensorFileError(f"{self.store.where(leaf.b[0][1])}: overflows {dtype} once scaled")
             split = self._split(leaf, a, b) if leaf.role == "gate_up" else [(leaf.role, a, b)]
             parts.update({role: (pa, pb) for role, pa, pb in split})
         rank = max(pb.shape[2] for _, pb in parts.values())
-        if max_rank is not None and rank > max_rank:
+        if rank > max_rank:
             raise TensorFileError(f"layer {layer}: got rank {rank}, want at most {max_rank}")
         roles = ("gate", "up") if config.is_act_and_mul else ("up",)
         hidden, inter, experts = config.hidden_dim, config.intermediate_size, config.num_experts
@@ -479,7 +484,9 @@ class _Reader:
         return LoRAAdapter(adapter_id, a13, b13, a2, b2)
 
 
-def _options(form: str, gate_up: str, b_packing: str, swap: bool | None, scaling: float | None, partial: bool) -> _Options:
+def _options(
+    form: str, gate_up: str, b_packing: str, swap: bool | None, scaling: float | None, partial: bool
+) -> _Options:
     check_choice("form", form, ("auto", "vllm_legacy", *FORMS))
     check_choice("gate_up", gate_up, ("auto", "concat", "interleaved"))
     check_choice("b_packing", b_packing, ("auto", "expert_fastest", "expert_slowest"))
@@ -581,7 +588,9 @@ def load_lora_adapter(
             rank=max(a.rank for a in built.values()),
             dtype=dtype.name,
             nbytes=sum(a.nbytes for a in built.values()),
-            shared_outer=base_config.num_experts > 1 and all(a.a13.shape[0] == a.b2.shape[0] == 1 for a in built.values()),
+            shared_outer=base_config.num_experts > 1 and all(
+                a.a13.shape[0] == a.b2.shape[0] == 1 for a in built.values()
+            ),
             ignored=tuple(sorted(reader.ignored)),
             missing=tuple(reader.missing),
             notes=tuple(reader.notes),

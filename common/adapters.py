@@ -254,7 +254,7 @@ class AdapterPool:
         table = np.array([self._slot_of[int(i)] if i >= 0 else -1 for i in distinct], np.int32)
         slots = table[inverse.reshape(-1)] if len(table) else np.zeros(0, np.int32)
         slots.flags.writeable = False
-        used = sorted((int(s), int(n)) for s, n in zip(table, counts) if s >= 0)
+        used = sorted((int(s), int(n)) for s, n in zip(table, counts, strict=True) if s >= 0)
         found = BatchMetadata(
             slots, tuple(s for s, _ in used), np.array([n for _, n in used], np.int32), self._generation
         )
@@ -357,7 +357,8 @@ class AdapterPool:
                     return adapter_id
                 raise AdapterError(f"{who}: the id is loaded with other contents; use replace()")
             if len(self._slot_of) >= self.config.max_loras:
-                raise AdapterError(f"{who}: all max_loras={self.config.max_loras} adapters are loaded; unload one first")
+                limit = self.config.max_loras
+                raise AdapterError(f"{who}: all max_loras={limit} adapters are loaded; unload one first")
             self._install(adapter_id, layers, who, None)
             if name:
                 self._names[adapter_id] = name
@@ -431,7 +432,8 @@ class AdapterPool:
     def _checked(self, adapter: LoRAAdapter | Layers, name: str | None) -> tuple[int, dict[int, LoRAAdapter]]:
         layers = {0: adapter} if isinstance(adapter, LoRAAdapter) else adapter
         if not isinstance(layers, Mapping) or not all(isinstance(a, LoRAAdapter) for a in layers.values()):
-            raise AdapterError(f"{_describe('?', name)}: got {type(adapter).__name__}, want LoRAAdapter or layers of it")
+            kind = type(adapter).__name__
+            raise AdapterError(f"{_describe('?', name)}: got {kind}, want LoRAAdapter or layers of it")
         if not layers:
             raise AdapterError(f"{_describe('?', name)}: got no layer")
         ids = sorted({a.adapter_id for a in layers.values()})
@@ -450,7 +452,7 @@ class AdapterPool:
 
     def _converted(self, adapter: LoRAAdapter) -> LoRAAdapter:
         """A private, read-only copy in the pool's dtype."""
-        arrays = {key: _round(getattr(adapter, key), self.dtype) for key in _ARRAYS}
+        arrays: dict[str, Any] = {key: _round(getattr(adapter, key), self.dtype) for key in _ARRAYS}
         for value in arrays.values():
             value.flags.writeable = False
         return replace(adapter, **arrays)

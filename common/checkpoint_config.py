@@ -236,8 +236,8 @@ def _fp8(quant: Mapping[str, Any]) -> QuantConfig:
     module = ModuleQuant("block" if block else "tensor", activation, ue8m0=quant.get("scale_fmt") == "ue8m0")
     if module.ue8m0 and not block:
         raise TensorFileError("quantization_config: scale_fmt: got 'ue8m0' without weight_block_size")
-    ignored = _strings(quant.get("modules_to_not_convert"), "modules_to_not_convert")
-    return QuantConfig("fp8", ((("Linear",), module),), ignored + _strings(quant.get("ignored_layers"), "ignored_layers"))
+    ignored = [e for key in ("modules_to_not_convert", "ignored_layers") for e in _strings(quant.get(key), key)]
+    return QuantConfig("fp8", ((("Linear",), module),), tuple(ignored))
 
 
 def _compressed_group(name: str, group: object) -> tuple[tuple[str, ...], ModuleQuant]:
@@ -247,7 +247,8 @@ def _compressed_group(name: str, group: object) -> tuple[tuple[str, ...], Module
     weights, inputs = group["weights"], group.get("input_activations")
     if group.get("output_activations") is not None:
         raise TensorFileError(f"quantization_config: {where}.output_activations: got an entry, want null")
-    for key, wanted in (("num_bits", (8,)), ("type", ("float",)), ("symmetric", (True, None)), ("dynamic", (False, None))):
+    fixed = {"num_bits": (8,), "type": ("float",), "symmetric": (True, None)}
+    for key, wanted in {**fixed, "dynamic": (False, None)}.items():
         _want(f"{where}.weights.{key}", weights.get(key), *wanted)
     strategy = weights.get("strategy")
     _want(f"{where}.weights.strategy", strategy, "channel", "tensor", "block")
@@ -257,7 +258,7 @@ def _compressed_group(name: str, group: object) -> tuple[tuple[str, ...], Module
     if inputs is not None:
         if not isinstance(inputs, dict):
             raise TensorFileError(f"quantization_config: {where}.input_activations: got no object")
-        for key, wanted in (("num_bits", (8,)), ("type", ("float",)), ("symmetric", (True, None))):
+        for key, wanted in fixed.items():
             _want(f"{where}.input_activations.{key}", inputs.get(key), *wanted)
         activation = "dynamic" if inputs.get("dynamic") else "static"
         allowed = {"block": ("group",), "channel": ("token",), "tensor": ("token", "tensor")}[strategy]
@@ -284,8 +285,8 @@ def _modelopt(quant: Mapping[str, Any]) -> QuantConfig:
     algo = quant.get("quant_algo")
     _want("quant_algo", algo, "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
     module = ModuleQuant("tensor", "static") if algo == "FP8" else ModuleQuant("channel", "dynamic")
-    ignored = _strings(quant.get("exclude_modules"), "exclude_modules") + _strings(quant.get("ignore"), "ignore")
-    return QuantConfig("modelopt", ((("Linear",), module),), ignored)
+    ignored = [e for key in ("exclude_modules", "ignore") for e in _strings(quant.get(key), key)]
+    return QuantConfig("modelopt", ((("Linear",), module),), tuple(ignored))
 
 
 _METHODS = {"fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt}
@@ -297,7 +298,8 @@ def read_quant_config(root: Path, config: Mapping[str, Any]) -> QuantConfig:
     Raises:
       TensorFileError: a method, format or granularity that is not read here, by its key.
     """
-    quant = config.get("quantization_config") or config.get("compression_config")
+    quant = config.get("quantization_config")
+    quant = config.get("compression_config") if quant is None else quant
     if quant is None and (root / "hf_quant_config.json").exists():
         quant = {"quant_method": "modelopt", **read_json(root, "hf_quant_config.json")}
     if quant is None:
@@ -308,4 +310,4 @@ def read_quant_config(root: Path, config: Mapping[str, Any]) -> QuantConfig:
     if method is None and isinstance(quant.get("producer"), dict):
         method = quant["producer"].get("name")
     _want("quant_method", method, *_METHODS)
-    return _METHODS[method](quant)
+    return _METHODS[str(method)](quant)

@@ -37,7 +37,7 @@ from .checkpoint_config import (
 )
 from .checks import check_choice
 from .config import FusedMoEConfig
-from .numerics import BF16, E4M3, E8M0, cdiv, decode_e8m0
+from .numerics import BF16, E4M3, E8M0, all_finite, cdiv, decode_e8m0
 from .quant_keys import QuantKey
 from .safe_files import Budget, TensorFileError, TensorInfo, TensorStore, clean, numpy_dtype, read_json, some
 from .weights import MoEWeights
@@ -211,13 +211,8 @@ def _nan_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _check_finite(where: str, value: np.ndarray) -> None:
-    if value.dtype == E4M3:
-        bad = int(((value.view(np.uint8) & 0x7F) == 0x7F).sum())
-    elif value.dtype == BF16:
-        bad = int(((value.view(np.uint16) & 0x7F80) == 0x7F80).sum())
-    else:
+    if not all_finite(value):
         bad = int((~np.isfinite(value.astype(np.float32))).sum())
-    if bad:
         raise TensorFileError(f"{where}: got {bad} non-finite values, want all finite")
 
 
@@ -293,7 +288,8 @@ class _PerExpert:
         if not found:
             raise TensorFileError(f"{self.store.where(kinds['weight'])}: quantised, but no {' or '.join(_SCALES)}")
         if len(found) > 1:
-            raise TensorFileError(f"{self.store.where(found[1])}: doubled by {clean(found[0])}; want one scale a weight")
+            where = self.store.where(found[1])
+            raise TensorFileError(f"{where}: doubled by {clean(found[0])}; want one scale a weight")
         if ("input_scale" in kinds) != (self.quant.activation == "static"):
             state = "missing" if self.quant.activation == "static" else "extra"
             raise TensorFileError(
@@ -307,7 +303,8 @@ class _PerExpert:
         where = self.store.where(name)
         if info.dtype not in dtypes:
             raise TensorFileError(
-                f"{where}: got dtype {info.dtype}, want {' or '.join(dtypes)} for weights of scheme {self.quant.scheme!r}"
+                f"{where}: got dtype {info.dtype}, want {' or '.join(dtypes)} for weights of scheme "
+                f"{self.quant.scheme!r}"
             )
         if info.shape not in shapes:
             want = " or ".join(str(list(s)) for s in shapes)
@@ -320,21 +317,22 @@ class _PerExpert:
         total = 0
         for (expert, role), kinds in self.parts.items():
             if "weight" not in kinds:
-                raise TensorFileError(f"{self.store.where(next(iter(kinds.values())))}: of a weight that does not exist")
+                where = self.store.where(next(iter(kinds.values())))
+                raise TensorFileError(f"{where}: of a weight that does not exist")
+            if expert in wanted:
+                dtypes = _BF16_DTYPES if self.quant == BF16_MODULE else ("F8_E4M3",)
+                total += self._checked(kinds["weight"], dtypes, (self.shape(role),)).nbytes
             scale = self.scale_name(expert, role)
             if ("bias" in kinds) != self.config.has_bias:
                 raise TensorFileError(f"{self.store.where(kinds['weight'])}: lacks the bias that other experts have")
             if expert not in wanted:
                 continue
-            rows, cols = self.shape(role)
-            dtypes = _BF16_DTYPES if self.quant == BF16_MODULE else ("F8_E4M3",)
-            total += self._checked(kinds["weight"], dtypes, ((rows, cols),)).nbytes
             if scale is not None:
                 # A power-of-two scale may come as a byte of exponent; only blocks use it.
                 allowed = (*_SCALE_DTYPES, "F8_E8M0") if self.quant.scheme == "block" else _SCALE_DTYPES
                 total += self._checked(scale, allowed, self.scale_shapes(role)).numel * 4
             if "bias" in kinds:
-                total += self._checked(kinds["bias"], _SCALE_DTYPES, ((rows,),)).numel * 4
+                total += self._checked(kinds["bias"], _SCALE_DTYPES, (self.shape(role)[:1],)).numel * 4
         return total
 
     def _scale(self, name: str) -> np.ndarray:
@@ -372,8 +370,9 @@ class _PerExpert:
         w2 = _nan_buffer((count, hidden, inter), dtype)
         scales: dict[str, np.ndarray] = {}
         if scheme != "bf16":
-            scales["w13_scale"] = _nan_buffer((count, halves, *self.scale_shapes(w13_roles[0])[0]), np.dtype(np.float32))
-            scales["w2_scale"] = _nan_buffer((count, *self.scale_shapes("down")[0]), np.dtype(np.float32))
+            tail13, tail2 = self.scale_shapes(w13_roles[0])[0], self.scale_shapes("down")[0]
+            scales["w13_scale"] = _nan_buffer((count, halves, *tail13), np.dtype(np.float32))
+            scales["w2_scale"] = _nan_buffer((count, *tail2), np.dtype(np.float32))
         biases = (
             {"w13_bias": _nan_buffer((count, halves * inter), np.dtype(np.float32)),
              "w2_bias": _nan_buffer((count, hidden), np.dtype(np.float32))} if config.has_bias else {}
@@ -427,7 +426,8 @@ class _Fused:
         for leaf in wanted:
             if leaf not in self.names:
                 raise TensorFileError(f"{ckpt.root.name}: tensor {layer.prefix}{leaf}: missing")
-        if ckpt.quant.of(f"{layer.prefix}0.gate_proj") != BF16_MODULE and ckpt.quant.of(layer.prefix[:-1]) != BF16_MODULE:
+        modules = (layer.prefix[:-1], f"{layer.prefix}0.{self.first}")
+        if all(ckpt.quant.of(module) != BF16_MODULE for module in modules):
             raise TensorFileError(
                 f"{self.store.where(self.names[self.first])}: fused, but config.json says quant_method "
                 f"{ckpt.quant.method!r}; fused experts are read in bf16 only"

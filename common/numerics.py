@@ -39,6 +39,19 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def all_finite(x: np.ndarray) -> bool:
+    """Whether no element is NaN or infinite; works through big arrays by their first axis to keep temporaries small."""
+    if x.ndim > 2:
+        return all(map(all_finite, x))
+    if x.size == 0:
+        return True
+    if x.dtype == E4M3:
+        return int((x.view(np.uint8) & 0x7F).max()) != 0x7F
+    if x.dtype == BF16:
+        return int((x.view(np.uint16) & 0x7F80).max()) != 0x7F80
+    return bool(np.isfinite(x.astype(np.float32, copy=False)).all())
+
+
 def _group_absmax(x: np.ndarray, group: int) -> np.ndarray:
     """|x| maxima over runs of `group` along the last axis (the last run may be short); NaN propagates."""
     starts = np.arange(0, x.shape[-1], group)

@@ -59,7 +59,10 @@ class TensorFileError(ValueError):
 
 def clean(text: object) -> str:
     """A name fit for a message: printable ASCII, at most `MAX_NAME` characters."""
-    shown = str(text)[: MAX_NAME + 1].encode("ascii", "backslashreplace").decode()
+    name = str(text)
+    if len(name) <= MAX_NAME and name.isascii() and name.isprintable():
+        return name
+    shown = name[: MAX_NAME + 1].encode("ascii", "backslashreplace").decode()
     shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in shown)
     return shown if len(shown) <= MAX_NAME else shown[: MAX_NAME - 3] + "..."
 
@@ -281,7 +284,7 @@ class TensorFile:
         if not out.flags.c_contiguous:
             raise ValueError("out: got a strided array, want a C-contiguous one")
         row = info.nbytes // info.shape[0] if info.shape and info.shape[0] else 0
-        view = memoryview(out.reshape(-1).view(np.uint8))
+        view = memoryview(out.reshape(-1).view(np.uint8).data)
         offset, done = first * row, 0
         if offset + len(view) > info.nbytes:
             raise TensorFileError(f"{self.label}: tensor {clean(info.name)}: read past its end")

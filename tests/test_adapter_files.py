@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter in every file form loads to the same bits, agrees with PEFT's own deltas, or is refused with the reason."""
+"""One adapter in every file form gives the same bits, agrees with PEFT's own deltas, or is refused with the reason."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-
 from isomoe.common.adapter_files import load_lora_adapter
 from isomoe.common.adapters import AdapterError, AdapterPool
 from isomoe.common.config import FusedMoEConfig
@@ -47,23 +45,29 @@ class Source:
         return {
             "a13": np.stack([self.a_gate, self.a_up], axis=1),
             "b13": np.stack([scaled(self.b_gate), scaled(self.b_up)], axis=1),
-            "a2": self.a_down, "b2": scaled(self.b_down),
+            "a2": self.a_down,
+            "b2": scaled(self.b_down),
         }
+
+    def pairs(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(self.a_gate, self.b_gate), (self.a_up, self.b_up), (self.a_down, self.b_down)]
 
     def per_expert(
         self, layer: int = 0, names=("gate_proj", "up_proj", "down_proj"), root: str = EXPERTS, weight: str = ".weight"
     ) -> Tensors:
         out = {}
-        for name, a, b in zip(names, (self.a_gate, self.a_up, self.a_down), (self.b_gate, self.b_up, self.b_down)):
+        for name, (a, b) in zip(names, self.pairs(), strict=True):
             for side, value in (("A", a), ("B", b)):
                 for e in range(E):
                     at = f"{root.format(layer)}.{e}.{name}" if len(value) == E else f"{root.format(layer)}.{name}"
                     out[f"{at}.lora_{side}{weight}"] = value[e % len(value)]
         return out
 
-    def stacked(self, names=("gate_proj", "up_proj", "down_proj"), root: str = EXPERTS, weight: str = ".weight") -> Tensors:
+    def stacked(
+        self, names=("gate_proj", "up_proj", "down_proj"), root: str = EXPERTS, weight: str = ".weight"
+    ) -> Tensors:
         out = {}
-        for name, a, b in zip(names, (self.a_gate, self.a_up, self.a_down), (self.b_gate, self.b_up, self.b_down)):
+        for name, (a, b) in zip(names, self.pairs(), strict=True):
             out[f"{root.format(0)}.{name}.lora_A{weight}"] = a
             out[f"{root.format(0)}.{name}.lora_B{weight}"] = b
         return out
@@ -79,11 +83,15 @@ class Source:
         a = self.a_gate if copies == 1 else np.concatenate([self.a_gate, self.a_up], axis=1)
         at = EXPERTS.format(0)
         return {
-            f"{at}.gate_up_proj.lora_A.weight": a, f"{at}.gate_up_proj.lora_B.weight": self.gate_up(),
-            f"{at}.down_proj.lora_A.weight": self.a_down, f"{at}.down_proj.lora_B.weight": self.b_down,
+            f"{at}.gate_up_proj.lora_A.weight": a,
+            f"{at}.gate_up_proj.lora_B.weight": self.gate_up(),
+            f"{at}.down_proj.lora_A.weight": self.a_down,
+            f"{at}.down_proj.lora_B.weight": self.b_down,
         }
 
-    def fused(self, *, swapped: bool = False, slowest: bool = False, interleaved: bool = False, outer_first=False) -> Tensors:
+    def fused(
+        self, *, swapped: bool = False, slowest: bool = False, interleaved: bool = False, outer_first=False
+    ) -> Tensors:
         """PEFT's wrapped 3-D parameters, gate and up sharing their A."""
         pairs = [(self.a_gate, self.gate_up(interleaved)), (self.a_down, self.b_down)]
         return _wrapped(pairs, swapped=swapped, slowest=slowest, outer_first=outer_first)
@@ -92,16 +100,16 @@ class Source:
         """What PEFT makes of separate gate and up adapters: rank 2r, B block-diagonal."""
         a = np.concatenate([self.a_gate, self.a_up], axis=1)
         zero = np.zeros_like(self.b_gate)
-        b = np.concatenate([
-            np.concatenate([self.b_gate, zero], axis=2), np.concatenate([zero, self.b_up], axis=2)
-        ], axis=1)
+        b = np.concatenate(
+            [np.concatenate([self.b_gate, zero], axis=2), np.concatenate([zero, self.b_up], axis=2)], axis=1
+        )
         return _wrapped([(a, b), (self.a_down, self.b_down)])
 
 
 def _wrapped(pairs, *, swapped=False, slowest=False, outer_first=False) -> Tensors:
     out = {}
     nests = ["", ".base_layer"] if outer_first else [".base_layer", ""]
-    for nest, (a, b) in zip(nests, pairs):
+    for nest, (a, b) in zip(nests, pairs, strict=True):
         if swapped:
             a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
         rank = a.shape[1]
@@ -112,21 +120,31 @@ def _wrapped(pairs, *, swapped=False, slowest=False, outer_first=False) -> Tenso
 
 
 DOUBLED = {
-    "rank_pattern": {r".*\.gate_up_proj": 2 * R}, "alpha_pattern": {r".*\.gate_up_proj": 20},
+    "rank_pattern": {r".*\.gate_up_proj": 2 * R},
+    "alpha_pattern": {r".*\.gate_up_proj": 20},
 }
-SEPARATE = {  # forms that can hold an A for gate and another for up
+SEPARATE: dict[str, Any] = {  # forms that can hold an A for gate and another for up
     "per_expert": (lambda s: s.per_expert(), {}, {}),
-    "per_expert_mixtral": (lambda s: s.per_expert(names=("w1", "w3", "w2"),
-                                                  root="base_model.model.model.layers.{}.block_sparse_moe.experts"), {}, {}),
+    "per_expert_mixtral": (
+        lambda s: s.per_expert(
+            names=("w1", "w3", "w2"), root="base_model.model.model.layers.{}.block_sparse_moe.experts"
+        ),
+        {},
+        {},
+    ),
     "per_expert_bare": (lambda s: s.per_expert(root="layers.{}.mlp.experts"), {}, {}),
-    "per_expert_vl": (lambda s: s.per_expert(root="base_model.model.model.language_model.layers.{}.mlp.experts"), {}, {}),
+    "per_expert_vl": (
+        lambda s: s.per_expert(root="base_model.model.model.language_model.layers.{}.mlp.experts"),
+        {},
+        {},
+    ),
     "per_expert_backbone": (lambda s: s.per_expert(root="base_model.model.backbone.layers.{}.mixer.experts"), {}, {}),
     "peft_block_diagonal": (lambda s: s.block_diagonal(), DOUBLED, {}),
     "stacked": (lambda s: s.stacked(), {}, {}),
     "stacked_w_no_suffix": (lambda s: s.stacked(("w1", "w3", "w2"), weight=""), {}, {}),
     "stacked_gate_up_two_a": (lambda s: s.stacked_gate_up(2), {}, {}),
 }
-SHARED = {  # forms where gate and up have one A
+SHARED: dict[str, Any] = {  # forms where gate and up have one A
     "per_expert": (lambda s: s.per_expert(), {}, {}),
     "peft": (lambda s: s.fused(), {}, {}),
     "peft_0_18": (lambda s: s.fused(swapped=True), {}, {}),
@@ -138,7 +156,7 @@ SHARED = {  # forms where gate and up have one A
     "vllm_legacy": (lambda s: s.fused(interleaved=True, slowest=True), {}, {"form": "vllm_legacy"}),
     "stacked_gate_up": (lambda s: s.stacked_gate_up(1), {}, {}),
 }
-OUTER = {  # A of gate and up, and B of down, shared by all experts
+OUTER: dict[str, Any] = {  # A of gate and up, and B of down, shared by all experts
     "tinker": (lambda s: s.stacked(("w1", "w3", "w2"), weight=""), {}, {}),
     "stacked_peft_names": (lambda s: s.stacked(), {}, {}),
     "expertless_names": (lambda s: s.per_expert(), {}, {}),
@@ -203,14 +221,19 @@ def test_gpt_oss_gate_and_up_alternate_by_default(tmp_path):
 
 def test_non_gated_experts(tmp_path):
     source = Source()
-    keys = {k: v for k, v in source.per_expert(root="base_model.model.backbone.layers.{}.mixer.experts").items()
-            if "gate_proj" not in k}
+    keys = {
+        k: v
+        for k, v in source.per_expert(root="base_model.model.backbone.layers.{}.mixer.experts").items()
+        if "gate_proj" not in k
+    }
     write_adapter(tmp_path, SETTINGS, keys)
     base = FusedMoEConfig(E, 2, H, I, activation="relu2", is_act_and_mul=False)
     want = source.canonical(10 / R)
     same(load_lora_adapter(tmp_path, base)[0], {**want, "a13": want["a13"][:, 1:], "b13": want["b13"][:, 1:]})
     write_adapter(tmp_path, SETTINGS, source.per_expert())
-    with pytest.raises(TensorFileError, match="made for another model: got a gate_proj, the base's experts have no gate"):
+    with pytest.raises(
+        TensorFileError, match=r"made for another model: got a gate_proj, the base's experts have no gate"
+    ):
         load_lora_adapter(tmp_path, base)
 
 
@@ -223,7 +246,7 @@ def test_non_gated_wrapped_parameters_need_the_orientation(tmp_path):
     for swapped in (False, True):
         pairs = [(source.a_up, source.b_up), (source.a_down, source.b_down)]
         write_adapter(tmp_path, SETTINGS, _wrapped(pairs, swapped=swapped))
-        with pytest.raises(TensorFileError, match="reads both ways .* pass swap_in_out="):
+        with pytest.raises(TensorFileError, match=r"reads both ways .* pass swap_in_out="):
             load_lora_adapter(tmp_path, base)
         same(load_lora_adapter(tmp_path, base, swap_in_out=swapped)[0], want)
 
@@ -240,11 +263,13 @@ def test_equal_dimensions_are_decided_by_the_other_projection_or_refused(tmp_pat
         loaded = load_lora_adapter(tmp_path, base)[0]
         np.testing.assert_array_equal(loaded.a2, a_dn)
         np.testing.assert_array_equal(loaded.a13[:, 0], a_gu)
-        with pytest.raises(TensorFileError, match=f"swap_in_out: got {not swapped}, which the dimensions"):
+        with pytest.raises(TensorFileError, match=rf"swap_in_out: got {not swapped}, which the dimensions"):
             load_lora_adapter(tmp_path, base, swap_in_out=not swapped)
         down = {k: v for k, v in both.items() if "base_layer" not in k}
         write_adapter(tmp_path, SETTINGS, down)
-        with pytest.raises(TensorFileError, match=r"lora_A.weight: in -> out \[16 -> 16\] reads both ways .*swap_in_out"):
+        with pytest.raises(
+            TensorFileError, match=r"lora_A.weight: in -> out \[16 -> 16\] reads both ways .*swap_in_out"
+        ):
             load_lora_adapter(tmp_path, base, allow_partial=True)
         got = load_lora_adapter(tmp_path, base, allow_partial=True, swap_in_out=swapped)[0]
         np.testing.assert_array_equal(got.a2, a_dn)
@@ -305,35 +330,41 @@ def test_rank_that_the_config_does_not_confirm(tmp_path):
 
 def test_rank_over_the_limit(tmp_path):
     write_adapter(tmp_path, SETTINGS, Source().per_expert())
-    with pytest.raises(TensorFileError, match="got rank 4, want at most 2"):
+    with pytest.raises(TensorFileError, match=r"got rank 4, want at most 2"):
         load_lora_adapter(tmp_path, BASE, max_rank=2)
-    with pytest.raises(TensorFileError, match="got rank 4, want at most 3"):
+    with pytest.raises(TensorFileError, match=r"got rank 4, want at most 3"):
         load_lora_adapter(tmp_path, BASE.with_lora(1, 3))
     write_adapter(tmp_path, {**SETTINGS, **DOUBLED}, Source().block_diagonal())
     assert load_lora_adapter(tmp_path, BASE, max_rank=R)[0].rank == R
     write_adapter(tmp_path, SETTINGS, Source(shared_gate_up=True).fused())
-    with pytest.raises(TensorFileError, match="layer 0: got rank 4, want at most 3|got rank 4, want at most 3"):
+    with pytest.raises(TensorFileError, match=r"layer 0: got rank 4, want at most 3|got rank 4, want at most 3"):
         load_lora_adapter(tmp_path, BASE, max_rank=3)
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"use_dora": True}, "use_dora: got True: refused, DoRA renormalises"),
-    ({"bias": "lora_only"}, "bias: got lora_only: refused"),
-    ({"fan_in_fan_out": True}, "fan_in_fan_out: got True: refused, its matrices are stored transposed"),
-    ({"modules_to_save": ["model.layers.0.mlp.experts"]}, "modules_to_save: got model.layers.0.mlp.experts: refused"),
-    ({"peft_type": "LOHA"}, "peft_type: got LOHA: refused, is not LoRA"),
-    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got pissa_niter_4: refused, it changes the base"),
-    ({"layer_replication": [[0, 1]]}, "layer_replication"),
-    ({"r": 0}, "r: got 0, want a positive integer"),
-    ({"r": True}, "r: got True, want a positive integer"),
-    ({"lora_alpha": "16"}, "lora_alpha: got 16, want a finite number"),
-    ({"rank_pattern": {"(a+)+$": 3}}, "want at most .* quantifiers and no repeated group"),
-    ({"rank_pattern": {"[": 3}}, r"pattern .*unterminated"),
-    ({"rank_pattern": [1]}, "rank_pattern: got .*, want names to numbers"),
-])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "use_dora: got True: refused, DoRA renormalises"),
+        ({"bias": "lora_only"}, "bias: got lora_only: refused"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out: got True: refused, its matrices are stored transposed"),
+        (
+            {"modules_to_save": ["model.layers.0.mlp.experts"]},
+            "modules_to_save: got model.layers.0.mlp.experts: refused",
+        ),
+        ({"peft_type": "LOHA"}, "peft_type: got LOHA: refused, is not LoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got pissa_niter_4: refused, it changes the base"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"r": 0}, "r: got 0, want a positive integer"),
+        ({"r": True}, "r: got True, want a positive integer"),
+        ({"lora_alpha": "16"}, "lora_alpha: got 16, want a finite number"),
+        ({"rank_pattern": {"(a+)+$": 3}}, "want at most .* quantifiers and no repeated group"),
+        ({"rank_pattern": {"[": 3}}, r"pattern .*unterminated"),
+        ({"rank_pattern": [1]}, "rank_pattern: got .*, want names to numbers"),
+    ],
+)
 def test_settings_that_change_the_math(tmp_path, settings, message):
     write_adapter(tmp_path, {**SETTINGS, **settings}, Source().per_expert())
     with pytest.raises(TensorFileError, match=message):
@@ -341,8 +372,15 @@ def test_settings_that_change_the_math(tmp_path, settings, message):
 
 
 def test_harmless_settings_are_accepted(tmp_path):
-    harmless = {"lora_dropout": 0.1, "init_lora_weights": "gaussian", "modules_to_save": ["lm_head"], "use_dora": False,
-                "target_modules": "all-linear", "megatron_config": None, "some_future_key": 3}
+    harmless = {
+        "lora_dropout": 0.1,
+        "init_lora_weights": "gaussian",
+        "modules_to_save": ["lm_head"],
+        "use_dora": False,
+        "target_modules": "all-linear",
+        "megatron_config": None,
+        "some_future_key": 3,
+    }
     write_adapter(tmp_path, {**SETTINGS, **harmless}, Source().per_expert())
     same(load_lora_adapter(tmp_path, BASE)[0], Source().canonical(10 / R))
 
@@ -350,41 +388,52 @@ def test_harmless_settings_are_accepted(tmp_path):
 def test_pickle_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS))
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n.")
-    with pytest.raises(TensorFileError, match="adapter_model.bin: a pickle file can run any code"):
+    with pytest.raises(TensorFileError, match=r"adapter_model.bin: a pickle file can run any code"):
         load_lora_adapter(tmp_path, BASE)
 
 
 def test_adapter_without_routed_experts(tmp_path):
     """target_modules that hit only shared experts and attention: common, and silent elsewhere."""
     layer = "base_model.model.model.layers.0"
-    write_adapter(tmp_path, SETTINGS, {
-        f"{layer}.mlp.shared_expert.up_proj.lora_A.weight": rand(R, H),
-        f"{layer}.mlp.shared_expert.up_proj.lora_B.weight": rand(I, R),
-    })
-    with pytest.raises(TensorFileError, match="touches no routed expert: its 2 tensors are .*shared_expert.up_proj"):
+    write_adapter(
+        tmp_path,
+        SETTINGS,
+        {
+            f"{layer}.mlp.shared_expert.up_proj.lora_A.weight": rand(R, H),
+            f"{layer}.mlp.shared_expert.up_proj.lora_B.weight": rand(I, R),
+        },
+    )
+    with pytest.raises(TensorFileError, match=r"touches no routed expert: its 2 tensors are .*shared_expert.up_proj"):
         load_lora_adapter(tmp_path, BASE)
 
 
 def test_other_modules_are_reported(tmp_path):
     layer = "base_model.model.model.layers.0"
-    other = [f"{layer}.self_attn.q_proj.lora_A.weight", f"{layer}.mlp.gate.lora_A.weight", "base_model.model.lm_head.weight",
-             "base_model.model.mtp.layers.0.mlp.experts.0.up_proj.lora_A.weight"]
+    other = [
+        f"{layer}.self_attn.q_proj.lora_A.weight",
+        f"{layer}.mlp.gate.lora_A.weight",
+        "base_model.model.lm_head.weight",
+        "base_model.model.mtp.layers.0.mlp.experts.0.up_proj.lora_A.weight",
+    ]
     write_adapter(tmp_path, SETTINGS, {**Source().per_expert(), **{k: rand(R, H) for k in other}})
     report = load_lora_adapter(tmp_path, BASE).report
     assert report.ignored == tuple(sorted(other))
     assert report.form == "per_expert"
 
 
-@pytest.mark.parametrize("key", [
-    "base_model.model.model.layers.0.mlp.experts.0.mystery_proj.lora_A.weight",
-    "base_model.model.model.layers.0.mlp.experts.0.up_proj.weight",
-    "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.lora_A.weight",
-    "base_model.model.model.layers.0.attention.experts.0.up_proj.lora_A.weight",
-    "base_model.model.vision.layers.0.mlp.experts.0.up_proj.lora_A.weight",
-])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "base_model.model.model.layers.0.mlp.experts.0.mystery_proj.lora_A.weight",
+        "base_model.model.model.layers.0.mlp.experts.0.up_proj.weight",
+        "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.lora_A.weight",
+        "base_model.model.model.layers.0.attention.experts.0.up_proj.lora_A.weight",
+        "base_model.model.vision.layers.0.mlp.experts.0.up_proj.lora_A.weight",
+    ],
+)
 def test_unknown_expert_keys(tmp_path, key):
     write_adapter(tmp_path, SETTINGS, {**Source().per_expert(), key: rand(R, H)})
-    with pytest.raises(TensorFileError, match="of no form that is read here") as caught:
+    with pytest.raises(TensorFileError, match=r"of no form that is read here") as caught:
         load_lora_adapter(tmp_path, BASE)
     assert key in str(caught.value)
 
@@ -392,7 +441,7 @@ def test_unknown_expert_keys(tmp_path, key):
 def test_dora_vector_without_the_setting(tmp_path):
     key = f"{EXPERTS.format(0)}.0.up_proj.lora_magnitude_vector"
     write_adapter(tmp_path, SETTINGS, {**Source().per_expert(), key: rand(I)})
-    with pytest.raises(TensorFileError, match="lora_magnitude_vector: refused: DoRA"):
+    with pytest.raises(TensorFileError, match=r"lora_magnitude_vector: refused: DoRA"):
         load_lora_adapter(tmp_path, BASE)
 
 
@@ -405,36 +454,71 @@ def broken(change) -> Tensors:
 AT = EXPERTS.format(0)
 
 
-@pytest.mark.parametrize(("tensors", "message"), [
-    (broken(lambda t: t.pop(f"{AT}.2.up_proj.lora_B.weight")), r"2\.up_proj\.lora_A\.weight: lacks its lora_B"),
-    (broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": rand(R, H + 1)})),
-     r"2\.up_proj\.lora_A\.weight: made for another model: got shape \[4, 33\], .*in = 32"),
-    (broken(lambda t: t.update({f"{AT}.2.down_proj.lora_B.weight": rand(H - 1, R)})),
-     r"2\.down_proj\.lora_B\.weight: made for another model: got shape \[31, 4\], .*out = 32"),
-    (broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": rand(R + 1, H)})),
-     r"2\.up_proj\.lora_B\.weight: got rank 4, its lora_A has 5"),
-    (broken(lambda t: t.update({f"{AT}.4.up_proj.lora_A.weight": rand(R, H)})),
-     r"4\.up_proj\.lora_A\.weight: made for another model: got expert 4, the base has 4"),
-    (broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": np.full((R, H), np.nan, BF16)})),
-     r"2\.up_proj\.lora_A\.weight: got non-finite values"),
-    (broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": np.zeros((R, H), np.int64)})),
-     r"2\.up_proj\.lora_A\.weight: got dtype I64, want BF16 or F16 or F32"),
-    (broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": rand(R, 2, H)})),
-     r"2\.up_proj\.lora_A\.weight: got shape \[4, 2, 32\], want a 2-D tensor"),
-    (broken(lambda t: t.update({f"{AT}.2.w3.lora_A.weight": rand(R, H)})), r"up_proj\.lora_A\.weight: doubled|w3.*: doubled"),
-    (broken(lambda t: t.update({f"{AT}.up_proj.lora_A.weight": rand(R, H)})),
-     r"experts\.up_proj\.lora_A\.weight: shared by all experts, yet some have their own"),
-    (broken(lambda t: t.update({f"{AT}.lora_A.weight": rand(E * R, H)})), "mixed with wrapped parameters"),
-    ({f"{AT}.gate_up_proj.lora_A.weight": rand(E, 3 * R, H), f"{AT}.gate_up_proj.lora_B.weight": rand(E, 2 * I, R),
-      f"{AT}.down_proj.lora_A.weight": rand(E, R, I), f"{AT}.down_proj.lora_B.weight": rand(E, H, R)},
-     "got rank 4, its lora_A has 12"),
-    ({f"{AT}.up_proj.lora_A.weight": rand(3, R, H), f"{AT}.up_proj.lora_B.weight": rand(E, I, R)},
-     "made for another model: got 3 experts, want 4, or 1"),
-    ({f"{AT}.lora_A.weight": rand(E * R + 1, H), f"{AT}.lora_B.weight": rand(I, E * R + 1)}, "made for another model"),
-    ({f"{AT}.lora_A.weight": rand(E * R, 77), f"{AT}.lora_B.weight": rand(H, E * R)},
-     r"made for another model: got in -> out \[77 -> 32\]"),
-    ({f"{AT}.lora_A.weight": rand(E * R, H)}, "lacks its lora_B"),
-])
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (broken(lambda t: t.pop(f"{AT}.2.up_proj.lora_B.weight")), r"2\.up_proj\.lora_A\.weight: lacks its lora_B"),
+        (
+            broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": rand(R, H + 1)})),
+            r"2\.up_proj\.lora_A\.weight: made for another model: got shape \[4, 33\], .*in = 32",
+        ),
+        (
+            broken(lambda t: t.update({f"{AT}.2.down_proj.lora_B.weight": rand(H - 1, R)})),
+            r"2\.down_proj\.lora_B\.weight: made for another model: got shape \[31, 4\], .*out = 32",
+        ),
+        (
+            broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": rand(R + 1, H)})),
+            r"2\.up_proj\.lora_B\.weight: got rank 4, its lora_A has 5",
+        ),
+        (
+            broken(lambda t: t.update({f"{AT}.4.up_proj.lora_A.weight": rand(R, H)})),
+            r"4\.up_proj\.lora_A\.weight: made for another model: got expert 4, the base has 4",
+        ),
+        (
+            broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": np.full((R, H), np.nan, BF16)})),
+            r"2\.up_proj\.lora_A\.weight: got non-finite values",
+        ),
+        (
+            broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": np.zeros((R, H), np.int64)})),
+            r"2\.up_proj\.lora_A\.weight: got dtype I64, want BF16 or F16 or F32",
+        ),
+        (
+            broken(lambda t: t.update({f"{AT}.2.up_proj.lora_A.weight": rand(R, 2, H)})),
+            r"2\.up_proj\.lora_A\.weight: got shape \[4, 2, 32\], want a 2-D tensor",
+        ),
+        (
+            broken(lambda t: t.update({f"{AT}.2.w3.lora_A.weight": rand(R, H)})),
+            r"up_proj\.lora_A\.weight: doubled|w3.*: doubled",
+        ),
+        (
+            broken(lambda t: t.update({f"{AT}.up_proj.lora_A.weight": rand(R, H)})),
+            r"experts\.up_proj\.lora_A\.weight: shared by all experts, yet some have their own",
+        ),
+        (broken(lambda t: t.update({f"{AT}.lora_A.weight": rand(E * R, H)})), "mixed with wrapped parameters"),
+        (
+            {
+                f"{AT}.gate_up_proj.lora_A.weight": rand(E, 3 * R, H),
+                f"{AT}.gate_up_proj.lora_B.weight": rand(E, 2 * I, R),
+                f"{AT}.down_proj.lora_A.weight": rand(E, R, I),
+                f"{AT}.down_proj.lora_B.weight": rand(E, H, R),
+            },
+            "got rank 4, its lora_A has 12",
+        ),
+        (
+            {f"{AT}.up_proj.lora_A.weight": rand(3, R, H), f"{AT}.up_proj.lora_B.weight": rand(E, I, R)},
+            "made for another model: got 3 experts, want 4, or 1",
+        ),
+        (
+            {f"{AT}.lora_A.weight": rand(E * R + 1, H), f"{AT}.lora_B.weight": rand(I, E * R + 1)},
+            "made for another model",
+        ),
+        (
+            {f"{AT}.lora_A.weight": rand(E * R, 77), f"{AT}.lora_B.weight": rand(H, E * R)},
+            r"made for another model: got in -> out \[77 -> 32\]",
+        ),
+        ({f"{AT}.lora_A.weight": rand(E * R, H)}, "lacks its lora_B"),
+    ],
+)
 def test_bad_tensors(tmp_path, tensors, message):
     write_adapter(tmp_path, SETTINGS, tensors)
     with pytest.raises(TensorFileError, match=message):
@@ -444,7 +528,7 @@ def test_bad_tensors(tmp_path, tensors, message):
 def test_overflow_of_the_scaling(tmp_path):
     tensors = broken(lambda t: t.update({f"{AT}.0.up_proj.lora_B.weight": np.full((I, R), 3e38, BF16)}))
     write_adapter(tmp_path, SETTINGS, tensors)
-    with pytest.raises(TensorFileError, match="overflows bfloat16 once scaled"):
+    with pytest.raises(TensorFileError, match=r"overflows bfloat16 once scaled"):
         load_lora_adapter(tmp_path, BASE)
 
 
@@ -452,7 +536,9 @@ def test_partly_adapted_experts(tmp_path):
     source = Source()
     tensors = {k: v for k, v in source.per_expert().items() if ".2." not in k and not ("down" in k and ".3." in k)}
     write_adapter(tmp_path, SETTINGS, tensors)
-    with pytest.raises(TensorFileError, match="layer 0: . of 4 experts have no .* projection; pass allow_partial=True"):
+    with pytest.raises(
+        TensorFileError, match=r"layer 0: . of 4 experts have no .* projection; pass allow_partial=True"
+    ):
         load_lora_adapter(tmp_path, BASE)
     loaded = load_lora_adapter(tmp_path, BASE, allow_partial=True)
     want = source.canonical(10 / R)
@@ -470,9 +556,9 @@ def test_layers(tmp_path):
     write_adapter(tmp_path, SETTINGS, tensors)
     assert list(load_lora_adapter(tmp_path, BASE)) == [3, 11]
     assert list(load_lora_adapter(tmp_path, BASE, layers=[11])) == [11]
-    with pytest.raises(ValueError, match="layers: got 4, which the adapter does not touch"):
+    with pytest.raises(ValueError, match=r"layers: got 4, which the adapter does not touch"):
         load_lora_adapter(tmp_path, BASE, layers=[4])
-    with pytest.raises(TensorFileError, match="made for another model: the base has 11 layers"):
+    with pytest.raises(TensorFileError, match=r"made for another model: the base has 11 layers"):
         load_lora_adapter(tmp_path, BASE, num_layers=11)
 
 
@@ -480,19 +566,24 @@ def test_budget(tmp_path):
     write_adapter(tmp_path, SETTINGS, Source().per_expert())
     nbytes = load_lora_adapter(tmp_path, BASE).report.nbytes
     load_lora_adapter(tmp_path, BASE, budget_bytes=nbytes)
-    with pytest.raises(TensorFileError, match=f"budget_bytes: got {nbytes - 1}.*layer 0 of the adapter needs {nbytes}"):
+    with pytest.raises(
+        TensorFileError, match=rf"budget_bytes: got {nbytes - 1}.*layer 0 of the adapter needs {nbytes}"
+    ):
         load_lora_adapter(tmp_path, BASE, budget_bytes=nbytes - 1)
 
 
-@pytest.mark.parametrize(("kwargs", "error", "message"), [
-    ({"form": "peft"}, ValueError, "form: got 'peft', want one of"),
-    ({"form": "fused"}, TensorFileError, "form: got 'fused', but the keys of layer 0 are of form 'per_expert'"),
-    ({"gate_up": "zip"}, ValueError, "gate_up"),
-    ({"b_packing": "fast"}, ValueError, "b_packing"),
-    ({"swap_in_out": 1}, TypeError, "swap_in_out"),
-    ({"scaling": float("nan")}, ValueError, "scaling"),
-    ({"adapter_id": -1}, ValueError, "adapter_id"),
-])
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"form": "peft"}, ValueError, "form: got 'peft', want one of"),
+        ({"form": "fused"}, TensorFileError, "form: got 'fused', but the keys of layer 0 are of form 'per_expert'"),
+        ({"gate_up": "zip"}, ValueError, "gate_up"),
+        ({"b_packing": "fast"}, ValueError, "b_packing"),
+        ({"swap_in_out": 1}, TypeError, "swap_in_out"),
+        ({"scaling": float("nan")}, ValueError, "scaling"),
+        ({"adapter_id": -1}, ValueError, "adapter_id"),
+    ],
+)
 def test_bad_arguments(tmp_path, kwargs, error, message):
     write_adapter(tmp_path, SETTINGS, Source().per_expert())
     with pytest.raises(error, match=message):
@@ -502,9 +593,9 @@ def test_bad_arguments(tmp_path, kwargs, error, message):
 def test_missing_config_and_folder(tmp_path):
     write_adapter(tmp_path, SETTINGS, Source().per_expert())
     (tmp_path / "adapter_config.json").unlink()
-    with pytest.raises(TensorFileError, match="adapter_config.json: cannot be opened"):
+    with pytest.raises(TensorFileError, match=r"adapter_config.json: cannot be opened"):
         load_lora_adapter(tmp_path, BASE)
-    with pytest.raises(TensorFileError, match="adapter_dir: got .*nowhere, want a folder"):
+    with pytest.raises(TensorFileError, match=r"adapter_dir: got .*nowhere, want a folder"):
         load_lora_adapter(tmp_path / "nowhere", BASE)
 
 
@@ -515,9 +606,9 @@ def test_pool_loads_files_with_one_error_type(tmp_path):
     pool = AdapterPool(BASE.with_lora(2, R))
     assert pool.load_file(tmp_path / "a", 5) == 5
     same(pool.adapters()[0], source.canonical(10 / R))
-    with pytest.raises(AdapterError, match="adapter 6 .bad.: .*lacks its lora_B"):
+    with pytest.raises(AdapterError, match=r"adapter 6 .bad.: .*lacks its lora_B"):
         pool.load_file(tmp_path / "b", 6, name="bad")
-    with pytest.raises(AdapterError, match="adapter 7: .*nowhere"):
+    with pytest.raises(AdapterError, match=r"adapter 7: .*nowhere"):
         pool.load_file(tmp_path / "nowhere", 7)
     assert pool.adapter_ids == (5,)
 
@@ -527,8 +618,11 @@ def test_pool_loads_files_with_one_error_type(tmp_path):
 
 def delta13(adapter) -> np.ndarray:
     """Merged gate and up deltas [E, 2I, H] in float64."""
-    return np.einsum("ehir,ehrk->ehik", adapter.b13.astype(np.float64), np.broadcast_to(
-        adapter.a13, (E, *adapter.a13.shape[1:])).astype(np.float64)).reshape(E, 2 * I, H)
+    return np.einsum(
+        "ehir,ehrk->ehik",
+        adapter.b13.astype(np.float64),
+        np.broadcast_to(adapter.a13, (E, *adapter.a13.shape[1:])).astype(np.float64),
+    ).reshape(E, 2 * I, H)
 
 
 def delta2(adapter) -> np.ndarray:
@@ -568,7 +662,8 @@ def with_random_b(model):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_per_expert_linear_modules_against_peft(tmp_path, rslora):
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    import peft
+    import torch
 
     def experts():
         def one():
@@ -580,7 +675,10 @@ def test_per_expert_linear_modules_against_peft(tmp_path, rslora):
         return torch.nn.ModuleList([one() for _ in range(E)])
 
     config = peft.LoraConfig(
-        r=4, lora_alpha=10, use_rslora=rslora, target_modules=["gate_proj", "up_proj", "down_proj"],
+        r=4,
+        lora_alpha=10,
+        use_rslora=rslora,
+        target_modules=["gate_proj", "up_proj", "down_proj"],
         rank_pattern={r"experts\.1\.up_proj": 2, "mlp.experts.0.down_proj": 3},
         alpha_pattern={r".*experts\.[23]\.gate_proj": 7, "experts.1.up_proj": 5},
     )
@@ -597,7 +695,8 @@ def test_per_expert_linear_modules_against_peft(tmp_path, rslora):
 @pytest.mark.parametrize(("transposed_shapes", "is_transposed"), [(False, False), (False, True), (True, True)])
 def test_wrapped_parameters_against_peft(tmp_path, transposed_shapes, is_transposed):
     """[E, out, in] as PEFT reads it now, by position as it did before 0.19, and [E, in, out] weights."""
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    import peft
+    import torch
 
     def experts():
         module = torch.nn.Module()
@@ -608,8 +707,12 @@ def test_wrapped_parameters_against_peft(tmp_path, transposed_shapes, is_transpo
         return module
 
     config = peft.LoraConfig(
-        r=4, lora_alpha=10, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        rank_pattern={r".*experts\.down_proj": 2}, alpha_pattern={"experts.gate_up_proj": 3},
+        r=4,
+        lora_alpha=10,
+        target_modules=[],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        rank_pattern={r".*experts\.down_proj": 2},
+        alpha_pattern={"experts.gate_up_proj": 3},
     )
     model = with_random_b(peft.get_peft_model(toy_model(experts), config))
     model.save_pretrained(tmp_path)
@@ -630,16 +733,27 @@ def test_wrapped_parameters_against_peft(tmp_path, transposed_shapes, is_transpo
 
 def test_per_expert_adapter_converted_by_peft_gives_the_same_bits(tmp_path):
     """PEFT turns a per-expert adapter into a fused one of twice the rank when it loads it on a fused model."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    if not hasattr(transformers, "Qwen3MoeConfig"):
-        pytest.skip("transformers without Qwen3-MoE")
+    import peft
+    import transformers
+
     source = Source(np.float32)
-    write_adapter(tmp_path / "old", {**SETTINGS, "target_modules": ["gate_proj", "up_proj", "down_proj"],
-                                     "task_type": "CAUSAL_LM"}, source.per_expert())
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
-        vocab_size=16, hidden_size=H, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        moe_intermediate_size=I, num_experts=E, num_experts_per_tok=2,
-    ))
+    write_adapter(
+        tmp_path / "old",
+        {**SETTINGS, "target_modules": ["gate_proj", "up_proj", "down_proj"], "task_type": "CAUSAL_LM"},
+        source.per_expert(),
+    )
+    model = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=16,
+            hidden_size=H,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            moe_intermediate_size=I,
+            num_experts=E,
+            num_experts_per_tok=2,
+        )
+    )
     peft.PeftModel.from_pretrained(model, str(tmp_path / "old")).save_pretrained(str(tmp_path / "new"))
     old, new = (load_lora_adapter(tmp_path / n, BASE) for n in ("old", "new"))
     assert (old.report.form, new.report.form) == ("per_expert", "fused")

@@ -9,7 +9,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-
 from isomoe.common.adapters import AdapterError, AdapterPool
 from isomoe.common.config import FusedMoEConfig
 from isomoe.common.weights import LoRAAdapter
@@ -74,7 +73,7 @@ def test_unknown_id_holds_nothing():
 def test_bad_id_vectors():
     pool = AdapterPool(CONFIG)
     for bad in (np.zeros(3, np.float32), np.zeros((2, 2), np.int32)):
-        with pytest.raises(AdapterError, match="want integers of shape"):
+        with pytest.raises(AdapterError, match=r"want integers of shape"):
             pool.slots_for(bad)
     assert pool.slots_for([]).shape == (0,)
 
@@ -87,7 +86,7 @@ def test_masters_are_private_and_rounded_once():
     held = pool.adapters()[0]
     assert held.a13.dtype == BF16
     assert float(held.a13.flat[0]) == float(np.float32(1.001).astype(BF16))
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError, match=r"read-only"):
         held.a13[:] = 0
 
 
@@ -99,7 +98,7 @@ def test_same_contents_twice_is_one_load_and_other_contents_need_replace():
     pool.load(adapter(1))
     assert mirror.calls == [("load", 0)]
     assert pool.generation == generation
-    with pytest.raises(AdapterError, match="adapter 1: the id is loaded with other contents; use replace"):
+    with pytest.raises(AdapterError, match=r"adapter 1: the id is loaded with other contents; use replace"):
         pool.load(adapter(1, value=2.0))
     assert float(pool.adapters()[0].a2.flat[0]) == 1.0
 
@@ -119,7 +118,7 @@ def test_replace_publishes_a_new_slot_and_running_batches_keep_the_old():
         assert ("unload", old) not in mirror.calls
     assert mirror.calls[-1] == ("unload", old)
     assert set(mirror.slots) == {new}
-    with pytest.raises(AdapterError, match="lease: got one that has ended"):
+    with pytest.raises(AdapterError, match=r"lease: got one that has ended"):
         lease.adapters()
 
 
@@ -141,7 +140,7 @@ def test_replace_without_a_free_slot_says_so_and_serves_on():
     pool.load(adapter(2))
     lease = pool.lease([1])
     pool.replace(adapter(1, value=2.0))
-    with pytest.raises(AdapterError, match="all 3 slots are taken, 1 leases hold retiring ones"):
+    with pytest.raises(AdapterError, match=r"all 3 slots are taken, 1 leases hold retiring ones"):
         pool.replace(adapter(2, value=2.0))
     assert float(pool.adapters()[1].a2.flat[0]) == 1.0
     lease.release()
@@ -156,9 +155,9 @@ def test_unload_takes_the_id_at_once_and_the_slot_when_the_last_lease_ends():
     first, second = pool.lease([1]), pool.lease([1, 1])
     pool.unload(1)
     assert 1 not in pool
-    with pytest.raises(AdapterError, match="unknown"):
+    with pytest.raises(AdapterError, match=r"unknown"):
         pool.slots_for([1])
-    with pytest.raises(AdapterError, match="adapter 1: not loaded"):
+    with pytest.raises(AdapterError, match=r"adapter 1: not loaded"):
         pool.unload(1)
     first.release()
     assert pool.used_bytes > 0
@@ -172,7 +171,7 @@ def test_unload_waits_as_long_as_asked():
     pool = AdapterPool(CONFIG)
     pool.load(adapter(1))
     lease = pool.lease([1])
-    with pytest.raises(AdapterError, match="adapter 1: unloaded, but batches still hold its slot after 0.01 s"):
+    with pytest.raises(AdapterError, match=r"adapter 1: unloaded, but batches still hold its slot after 0.01 s"):
         pool.unload(1, timeout=0.01)
     pool.load(adapter(2))
     other = pool.lease([2])
@@ -185,17 +184,20 @@ def test_unload_waits_as_long_as_asked():
 
 
 def test_replacing_what_is_not_loaded():
-    with pytest.raises(AdapterError, match="adapter 1: not loaded; use load"):
+    with pytest.raises(AdapterError, match=r"adapter 1: not loaded; use load"):
         AdapterPool(CONFIG).replace(adapter(1))
 
 
-@pytest.mark.parametrize(("bad", "message"), [
-    (adapter(3, rank=8), "adapter 3: layer 0: .*got rank 8, want at most max_lora_rank=4"),
-    (adapter(3, experts=2), "adapter 3: layer 0: .*made for another model: experts got 2, want 4"),
-    ({0: adapter(3), 5: adapter(3)}, r"adapter 3: made for another model: got layers \[5\], the pool has 1"),
-    ({0: "text"}, "got dict, want LoRAAdapter"),
-    ({}, "got no layer"),
-])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (adapter(3, rank=8), "adapter 3: layer 0: .*got rank 8, want at most max_lora_rank=4"),
+        (adapter(3, experts=2), "adapter 3: layer 0: .*made for another model: experts got 2, want 4"),
+        ({0: adapter(3), 5: adapter(3)}, r"adapter 3: made for another model: got layers \[5\], the pool has 1"),
+        ({0: "text"}, "got dict, want LoRAAdapter"),
+        ({}, "got no layer"),
+    ],
+)
 def test_bad_adapters_leave_the_pool_as_it_was(bad, message):
     pool = AdapterPool(CONFIG)
     pool.load(adapter(1))
@@ -217,7 +219,9 @@ def test_budget_is_checked_before_anything_is_copied():
     pool = AdapterPool(CONFIG, budget_bytes=2 * need - 1)
     pool.subscribe(mirror)
     pool.load(adapter(1))
-    with pytest.raises(AdapterError, match=f"adapter 2: needs {need} bytes, of budget_bytes={2 * need - 1} {need} are"):
+    with pytest.raises(
+        AdapterError, match=rf"adapter 2: needs {need} bytes, of budget_bytes={2 * need - 1} {need} are"
+    ):
         pool.load(adapter(2))
     assert mirror.calls == [("load", 0)]
     pool.unload(1)
@@ -226,7 +230,7 @@ def test_budget_is_checked_before_anything_is_copied():
 
 def test_value_that_overflows_the_pools_dtype():
     pool = AdapterPool(CONFIG)
-    with pytest.raises(AdapterError, match="adapter 1: .*non-finite"):
+    with pytest.raises(AdapterError, match=r"adapter 1: .*non-finite"):
         pool.load(adapter(1, value=3.4e38, dtype=np.float32))
     assert pool.used_bytes == 0
 
@@ -238,9 +242,9 @@ def test_a_failing_mirror_cancels_the_load_everywhere():
     pool.load(adapter(1))
     bad.fail = True
     before = pool.slots_for([1]).tolist(), pool.generation
-    with pytest.raises(AdapterError, match="adapter 2: Mirror failed: out of device memory"):
+    with pytest.raises(AdapterError, match=r"adapter 2: Mirror failed: out of device memory"):
         pool.load(adapter(2))
-    with pytest.raises(AdapterError, match="adapter 1: Mirror failed"):
+    with pytest.raises(AdapterError, match=r"adapter 1: Mirror failed"):
         pool.replace(adapter(1, value=2.0))
     assert (pool.slots_for([1]).tolist(), pool.generation) == before
     assert set(good.slots) == {0}
@@ -257,7 +261,7 @@ def test_a_late_mirror_gets_what_is_resident_or_is_not_subscribed():
     pool.subscribe(mirror)
     assert set(mirror.slots) == {0, 1}
     broken.fail = True
-    with pytest.raises(AdapterError, match="adapter 1: Mirror failed"):
+    with pytest.raises(AdapterError, match=r"adapter 1: Mirror failed"):
         pool.subscribe(broken)
     pool.unload(1)
     assert broken.calls == [("load", 0), ("unload", 0)]
@@ -289,20 +293,23 @@ def test_sizes():
     assert pool.adapters(1) == ()
 
 
-@pytest.mark.parametrize(("kwargs", "error"), [
-    ({"config": FusedMoEConfig(E, 2, H, I)}, ValueError),
-    ({"config": "qwen"}, TypeError),
-    ({"num_layers": 0}, ValueError),
-    ({"dtype": np.float16}, ValueError),
-    ({"budget_bytes": -1}, ValueError),
-])
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [
+        ({"config": FusedMoEConfig(E, 2, H, I)}, ValueError),
+        ({"config": "qwen"}, TypeError),
+        ({"num_layers": 0}, ValueError),
+        ({"dtype": np.float16}, ValueError),
+        ({"budget_bytes": -1}, ValueError),
+    ],
+)
 def test_bad_pools(kwargs, error):
     with pytest.raises(error, match=next(iter(kwargs)).split("_")[0]):
         AdapterPool(**{"config": CONFIG, **kwargs})
 
 
 def test_a_half_written_slot_is_never_seen():
-    """Batches run while versions are replaced; a mirror writes slowly, value by value, and every batch reads one version."""
+    """Versions are replaced while batches run; a mirror writes slowly, and every batch reads one whole version."""
 
     class SlowMirror:
         def __init__(self) -> None:

@@ -85,17 +85,18 @@ def load_base(checkpoint: Path) -> Any:
     config = Qwen3MoeConfig.from_dict(values)
     # eager: the plain loop over experts and plain attention, the code to read beside this package's.
     with quiet(), one_thread():
-        model, report = Qwen3MoeForCausalLM.from_pretrained(
+        loaded: Any = Qwen3MoeForCausalLM.from_pretrained(
             None, config=config, state_dict=dequantized_state(checkpoint), dtype=torch.float32,
             output_loading_info=True, attn_implementation="eager", experts_implementation="eager",
         )
+    model, report = loaded
     wrong = {kind: keys for kind, keys in report.items() if keys}
     if wrong:
         raise ValueError(f"{checkpoint}: transformers did not load every tensor: {wrong}")
     return model.eval()
 
 
-def _moe_blocks(model: Any) -> list[torch.nn.Module]:
+def _moe_blocks(model: Any) -> list[Any]:
     return [layer.mlp for layer in model.model.layers]
 
 
@@ -168,8 +169,8 @@ class Oracle:
 
     def merged_deltas(self, layer: int, adapter_id: int) -> dict[str, np.ndarray]:
         """What PEFT would add to ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]`` on merging, float32."""
-        wrapper = _moe_blocks(self._models[adapter_id])[layer].experts
-        deltas = {}
+        wrapper: Any = _moe_blocks(self._models[adapter_id])[layer].experts
+        deltas: dict[str, np.ndarray] = {}
         while hasattr(wrapper, "get_delta_weight"):
             (name,) = wrapper.active_adapters
             deltas[wrapper.parameter_name] = wrapper.get_delta_weight(name).detach().numpy()

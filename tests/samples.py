@@ -57,7 +57,7 @@ _ROUTE_LEAK = 0.1
 _ROUTER_GAIN = 0.9
 # Logits: root mean square of the random part, and how far the read-out lifts the expected token.
 _HEAD_NOISE = 1.0
-_HEAD_READOUT = 6.0
+_HEAD_READOUT = 4.0
 # Relative size of an adapter's change to a projection's output.
 _LORA_GAIN = 0.4
 
@@ -66,7 +66,7 @@ _LORA_GAIN = 0.4
 class SampleDims:
     """Dimensions of the sample model."""
 
-    num_layers: int = 3
+    num_layers: int = 2
     num_experts: int = 8
     experts_per_token: int = 2
     hidden_dim: int = 256
@@ -102,8 +102,10 @@ class Samples:
     @classmethod
     def under(cls, root: Path) -> Samples:
         """The paths below `root`, whether or not they exist."""
-        names = ("bf16", "fp8-dynamic", "fp8-block", "lora-per-expert", "lora-fused")
-        return cls(root, *(root / name for name in names))
+        return cls(
+            root, bf16=root / "bf16", channel=root / "fp8-dynamic", block=root / "fp8-block",
+            lora_per_expert=root / "lora-per-expert", lora_fused=root / "lora-fused",
+        )
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -288,13 +290,14 @@ def _base_model() -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     d = DIMS
-    config = Qwen3MoeConfig(
-        vocab_size=d.vocab_size, hidden_size=d.hidden_dim, intermediate_size=3 * d.hidden_dim,
-        num_hidden_layers=d.num_layers, num_attention_heads=d.num_heads, num_key_value_heads=d.num_kv_heads,
-        head_dim=d.head_dim, moe_intermediate_size=d.intermediate_size, num_experts=d.num_experts,
-        num_experts_per_tok=d.experts_per_token, norm_topk_prob=True, max_position_embeddings=512,
-        tie_word_embeddings=False, dtype="bfloat16",
-    )
+    values: dict[str, Any] = {
+        "vocab_size": d.vocab_size, "hidden_size": d.hidden_dim, "intermediate_size": 3 * d.hidden_dim,
+        "num_hidden_layers": d.num_layers, "num_attention_heads": d.num_heads, "num_key_value_heads": d.num_kv_heads,
+        "head_dim": d.head_dim, "moe_intermediate_size": d.intermediate_size, "num_experts": d.num_experts,
+        "num_experts_per_tok": d.experts_per_token, "norm_topk_prob": True, "max_position_embeddings": 512,
+        "tie_word_embeddings": False, "dtype": "bfloat16",
+    }
+    config = Qwen3MoeConfig(**values)
     model = Qwen3MoeForCausalLM(config).float().eval()
     parameters = dict(model.named_parameters())
     for name, value in _tensors():
@@ -390,7 +393,7 @@ def _block_tensors(name: str, weight: np.ndarray) -> Iterator[tuple[str, Any]]:
 
 
 def _channel_config() -> dict[str, Any]:
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
         "observer": "minmax", "observer_kwargs": {}, "strategy": "channel", "symmetric": True, "type": "float",
     }
@@ -473,7 +476,7 @@ def _write_per_expert_adapter(folder: Path, config: Any) -> None:
     peft_model = get_peft_model(tree, lora)
     _fill_lora(peft_model, "per-expert")
     peft_model.peft_config["default"].task_type = "CAUSAL_LM"
-    peft_model.save_pretrained(folder)
+    peft_model.save_pretrained(str(folder))
 
 
 def _write_fused_adapter(folder: Path, model: Any) -> None:
@@ -486,4 +489,4 @@ def _write_fused_adapter(folder: Path, model: Any) -> None:
     )
     peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     _fill_lora(peft_model, "fused")
-    peft_model.save_pretrained(folder)
+    peft_model.save_pretrained(str(folder))

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +20,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import isomoe
 from isomoe.common import tolerances
 from isomoe.common.backends import registered_backends
 from isomoe.common.executors import executor_class, executors, make_call
 from isomoe.common.metrics import rel_l2
+from isomoe.common.numerics import BF16
 from isomoe.common.support import declared_support
 from isomoe.tests.oracle import BASE, Forward, LayerTrace, MixedModel, Oracle, dequantized_state, load_base
-from isomoe.tests.samples import DIMS, Samples, write_samples
+from isomoe.tests.samples import DIMS, Samples
 
 PROMPT, STEPS = 6, 32
 # Global adapter ids, neither in order nor dense: nothing may take them for slots.
@@ -34,12 +38,14 @@ PER_EXPERT, FUSED = 7, 2
 REQUESTS = (BASE, PER_EXPERT, FUSED)
 SCHEMES = ("channel", "block", "bf16")
 
-# Relative L2 of a request's logits. Attention and head are exact, so this is the experts' error after three layers.
+# Relative L2 of a request's logits. Attention and head are exact, so this is the experts' error after all layers.
 LOGITS = {"w8a16": 1e-2, "bf16": 1e-2, "w8a8": 6e-2}
 # The share of greedy steps whose margin must exceed the error bound, or too little would be tested.
 CLEAR_STEPS = {"w8a16": 0.9, "bf16": 0.9, "w8a8": 2 / 3}
 # Adapters and experts must matter this many times more than the loosest tolerance.
 EFFECT = 5 * LOGITS["w8a8"]
+# One split of the experts for each platform: executor, scheme, recipe, ranks.
+EP_CASES = (("pallas_ep", "channel", "w8a8", 4), ("triton", "channel", "w8a8", 2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +60,6 @@ class Story:
 
     def mixed(self, executor: str, recipe: str, **options: object) -> MixedModel:
         return MixedModel(self.oracle, self.layers, self.adapters, executor=executor, recipe=recipe, **options)
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """Written once a session, also where it is spread over processes."""
-    base = tmp_path_factory.getbasetemp()
-    return write_samples((base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "samples")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def story(samples: Samples) -> Callable[[str], Story]:
 
 
 def _cases() -> list:
-    """What every executor declares; pallas_ep also with its experts split."""
+    """Each executor with every scheme and recipe that it declares, and `EP_CASES`."""
     names = os.environ.get("ISOMOE_TEST_EXECUTORS")
     cases = []
     for name in names.split(",") if names else registered_backends():
@@ -90,7 +89,8 @@ def _cases() -> list:
             for recipe in ("bf16",) if scheme == "bf16" else ("w8a8", "w8a16"):
                 if recipe in support.recipes:
                     cases.append((name, scheme, recipe, 1))
-    return [pytest.param(*case, id="-".join(map(str, case[:3]))) for case in cases]
+        cases += [case for case in EP_CASES if case[0] == name]
+    return [pytest.param(*case, id="{}-{}-{}-ep{}".format(*case)) for case in cases]
 
 
 def _require(executor: str) -> None:
@@ -111,7 +111,7 @@ def _wire(executor: str, story: Story, recipe: str, ep_size: int) -> str:
     cls, trace = executor_class(executor), story.want.layers[0]
     config, weights = story.layers[0]
     call = make_call(
-        trace.x.astype(isomoe.common.numerics.BF16), trace.topk_weights, trace.topk_ids, weights, config=config,
+        trace.x.astype(BF16), trace.topk_weights, trace.topk_ids, weights, config=config,
         adapters=[a[0] for a in story.adapters], ep_size=ep_size, recipe=recipe,
     )
     return (cls.recipe(call) if hasattr(cls, "recipe") else call.recipe).wire
@@ -126,8 +126,8 @@ def test_model(
     got = told.mixed(executor, recipe, ep_size=ep_size).forward(told.tokens, REQUESTS)
     layer_bound = tolerances.to_truth(recipe, _wire(executor, told, recipe, ep_size)).bound
     for layer, trace in enumerate(got.layers):
-        routed = [np.sort(t.topk_ids, axis=-1) for t in (trace, told.want.layers[layer])]
-        assert np.array_equal(*routed), "another expert was chosen, though the samples' routers have wide margins"
+        chosen, want = (np.sort(t.topk_ids, axis=-1) for t in (trace, told.want.layers[layer]))
+        assert np.array_equal(chosen, want), "another expert was chosen, though the samples' routers have wide margins"
         for i, adapter_id in enumerate(REQUESTS):
             part = _request(trace, i)
             error = rel_l2(part.y, told.oracle.experts(layer, adapter_id, part))
@@ -151,7 +151,7 @@ def _check_greedy(told: Story, got: Forward, recipe: str) -> None:
     assert np.array_equal(got.logits[:, steps].argmax(-1)[clear], told.tokens[:, PROMPT:][clear])
 
 
-# --- the oracle itself, and that the comparison above can fail ---------------------------------------------------------
+# --- the oracle itself, and that the comparison above can fail ------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -162,6 +162,11 @@ def test_teacher_forcing_repeats_the_decode(scheme: str, story: Callable[[str], 
     assert min(len(set(row)) for row in told.tokens.tolist()) > STEPS // 2, "the decode must not be a short loop"
 
 
+def _changed_tokens(a: Forward, b: Forward) -> np.ndarray:
+    """The share of positions with another best token, a request."""
+    return (a.logits.argmax(-1) != b.logits.argmax(-1)).mean(axis=1)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_adapters_matter(scheme: str, story: Callable[[str], Story]) -> None:
     """An adapter moves logits and layers far beyond the tolerances, and the base request not at all."""
@@ -170,6 +175,7 @@ def test_adapters_matter(scheme: str, story: Callable[[str], Story]) -> None:
     assert np.array_equal(told.want.logits[0], base.logits[0])
     for i in (1, 2):
         assert rel_l2(told.want.logits[i], base.logits[i]) > EFFECT
+        assert _changed_tokens(told.want, base)[i] > 0.1
         for layer, trace in enumerate(told.want.layers):
             part = _request(trace, i)
             assert rel_l2(part.y, told.oracle.experts(layer, BASE, part)) > EFFECT
@@ -183,7 +189,7 @@ def test_swapped_adapters_are_noticed(story: Callable[[str], Story]) -> None:
 
 
 def test_experts_matter(story: Callable[[str], Story]) -> None:
-    """Each token's experts, and which expert is which, decide the logits."""
+    """With every expert taken for its neighbour, logits and most tokens are others."""
     told = story("channel")
     rolled = tuple(
         (config, weights.take(np.roll(np.arange(DIMS.num_experts), 1))) for config, weights in told.layers
@@ -192,9 +198,10 @@ def test_experts_matter(story: Callable[[str], Story]) -> None:
         told.tokens, REQUESTS
     )
     assert min(rel_l2(got.logits[i], told.want.logits[i]) for i in range(len(REQUESTS))) > EFFECT
+    assert _changed_tokens(got, told.want).min() > 0.5
 
 
-# --- the package's routing and loaders against the same libraries ------------------------------------------------------
+# --- the package's routing and loaders against the same libraries ---------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -270,15 +277,10 @@ def test_compressed_tensors_reads_the_channel_checkpoint_itself(samples: Samples
 
 
 def test_codes_without_a_scale_are_refused(samples: Samples, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    shutil.copytree(samples.channel, tmp_path / "broken")
-    index = tmp_path / "broken" / "model.safetensors.index.json"
-    from safetensors.torch import load_file, save_file
-
-    shard = tmp_path / "broken" / json.loads(index.read_text())["weight_map"]["model.layers.0.self_attn.q_proj.weight"]
-    tensors = {k: v for k, v in load_file(shard).items() if k != "model.layers.0.self_attn.q_proj.weight_scale"}
-    save_file(tensors, shard)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight: FP8 codes without a scale"):
-        dequantized_state(tmp_path / "broken")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    broken = shutil.copytree(samples.channel, tmp_path / "broken")
+    weight_map = json.loads((broken / "model.safetensors.index.json").read_text())["weight_map"]
+    shard = broken / weight_map[f"{name}_scale"]
+    save_file({k: v for k, v in load_file(shard).items() if k != f"{name}_scale"}, shard)
+    with pytest.raises(ValueError, match=f"{name}: FP8 codes without a scale"):
+        dequantized_state(broken)

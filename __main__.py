@@ -3,4 +3,6 @@
 
 from .common.cli import main
 
-main()
+# Worker processes import this module again; only the first may run the command.
+if __name__ == "__main__":
+    main()

@@ -109,6 +109,8 @@ def parity(
     layers: Annotated[str | None, typer.Option(help="Such as 0,3. Default: the first MoE layer.")] = None,
     out: Annotated[str, typer.Option(help="Folder for parity.json and parity.png.")] = "parity-out",
     seed: Annotated[int, typer.Option(help="Seed of the batch.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes for interpreted runs. Default: 2, or the cores there are.")] = 0,
+    timeout: Annotated[int, typer.Option(help="Seconds an interpreted run may take.")] = 300,
 ) -> None:
     """Run one batch of base and adapter rows through every executor, recipe and EP size, and compare."""
     with _one_line_errors():
@@ -128,6 +130,7 @@ def parity(
                 adapters=parse_adapters(adapter or []), executors=tuple(executor or ()), ep_sizes=tuple(sizes),
                 recipes=None if not recipe else tuple(recipe), tokens=tokens,
                 layers=None if layers is None else tuple(parse_ints("--layers", layers)), out=Path(out), seed=seed,
+                jobs=jobs, timeout=timeout,
             )
         )
     if failed:

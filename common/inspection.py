@@ -169,9 +169,10 @@ def _adapter_table(adapters: Mapping[str, AdapterReport]) -> Any:
         remarks = [*found.notes, *(f"missing {m}" for m in found.missing)]
         if found.ignored:
             remarks.append(f"{len(found.ignored)} tensors outside the routed experts ignored")
+        layers = f"{len(found.layers)}: {report.ranges(found.layers)}"
         rows.append((
-            name, found.form, str(found.rank), f"{len(found.layers)}: {report.ranges(found.layers)}", found.dtype,
-            report.format_bytes(found.nbytes), "yes" if found.shared_outer else "no", "; ".join(remarks) or "-",
+            Path(name).name, found.form, str(found.rank), layers, found.dtype, report.format_bytes(found.nbytes),
+            "yes" if found.shared_outer else "no", "; ".join(remarks) or "-",
         ))
     columns = ("adapter", "form", "rank", "layers", "dtype", "bytes", "shared outer", "remarks")
     return report.table("Adapters", columns, rows, numeric=("rank", "bytes"))

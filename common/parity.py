@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from .recipes import Recipe, default_recipe
 from .routing import route
 from .support import declared_support
 from .weights import LoRAAdapter, MoEWeights
+from .workers import TaskFailed, run_tasks
 
 if TYPE_CHECKING:
     from .checkpoints import RouterWeights
@@ -141,7 +142,6 @@ class ParityResult:
 
     rows: list[ParityRow] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)
-    outputs: dict[tuple[str, int, str, str, int], np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def failed(self) -> list[ParityRow]:
@@ -271,12 +271,18 @@ def plan_runs(
     return runs
 
 
+def blank_row(case: ParityCase, run: Run) -> ParityRow:
+    """A cell's row before it has run."""
+    return ParityRow(
+        case.name, case.layer, run.info.name, run.info.state, run.recipe, case.weights.scheme, run.ep, len(case.x)
+    )
+
+
 class CaseRunner:
     """Runs one case's cells; the reference's answers are computed once a declared recipe."""
 
     def __init__(self, case: ParityCase) -> None:
         self.case = case
-        self.outputs: dict[tuple[str, str, int], np.ndarray] = {}
         self._reference: dict[tuple[Recipe, bool], np.ndarray] = {}
 
     def _run(
@@ -309,15 +315,12 @@ class CaseRunner:
         )
         return cls.recipe(call)
 
-    def row(self, run: Run) -> ParityRow:
-        """Run one cell and judge it. An executor's exception becomes the row's reason."""
-        case = self.case
-        row = ParityRow(
-            case.name, case.layer, run.info.name, run.info.state, run.recipe, case.weights.scheme, run.ep, len(case.x)
-        )
+    def row(self, run: Run) -> Outcome:
+        """Run one cell and judge it; also its output. An executor's exception becomes the row's reason."""
+        case, row = self.case, blank_row(self.case, run)
         if run.refusal is not None:
             verdict = "unavailable" if run.info.state == "unavailable" else "not served"
-            return replace(row, verdict=verdict, reason=run.refusal)
+            return replace(row, verdict=verdict, reason=run.refusal), None
         start = time.perf_counter()
         try:
             declared = self._declared(run.info.name, run.recipe, run.ep)
@@ -331,10 +334,9 @@ class CaseRunner:
         except Exception as error:  # whatever an executor raises is this cell's result; the others still run
             text = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {text[0] if text else ''}"
-            return replace(row, seconds=time.perf_counter() - start, verdict="error", reason=reason)
-        self.outputs[run.info.name, run.recipe, run.ep] = got
+            return replace(row, seconds=time.perf_counter() - start, verdict="error", reason=reason), None
         row = replace(row, declared=repr(declared), seconds=seconds)
-        return judge(row, declared, self._figures(declared, got, base, unused))
+        return judge(row, declared, self._figures(declared, got, base, unused)), got
 
     def _figures(self, declared: Recipe, got: np.ndarray, base: np.ndarray, unused: np.ndarray) -> dict[str, Any]:
         """Figures by `ParityRow` field."""
@@ -402,11 +404,49 @@ def agreements(case: ParityCase, outputs: dict[tuple[str, str, int], np.ndarray]
     return found
 
 
-def run_case(case: ParityCase, runs: Iterable[Run], result: ParityResult) -> Iterator[ParityRow]:
-    """Run a case's cells into `result`, yielding each row as it is done."""
-    runner = CaseRunner(case)
-    for run in runs:
-        row = runner.row(run)
-        result.rows.append(row)
-        yield row
-    result.agreements += agreements(case, runner.outputs)
+Outcome = tuple[ParityRow, np.ndarray | None]
+
+
+def run_cells(cases: Sequence[ParityCase], cells: Sequence[tuple[int, Run]]) -> Iterator[tuple[int, Outcome]]:
+    """Run cells ``(index into cases, run)`` in this process, one after the other."""
+    handler = cell_handler(cases)
+    for i, cell in enumerate(cells):
+        yield i, handler(cell)
+
+
+def run_cells_apart(
+    cases: Sequence[ParityCase], cells: Sequence[tuple[int, Run]], *, jobs: int, timeout: float
+) -> Iterator[tuple[int, Outcome]]:
+    """`run_cells` in `jobs` processes of their own, in any order; a cell without a result in time is an error."""
+    for i, result in run_tasks(cells, cell_handler, (cases,), count=jobs, timeout=timeout):
+        if isinstance(result, TaskFailed):
+            index, run = cells[i]
+            row = replace(blank_row(cases[index], run), seconds=timeout, verdict="error", reason=str(result))
+            yield i, (row, None)
+        else:
+            yield i, result
+
+
+def cell_handler(cases: Sequence[ParityCase]) -> Callable[[tuple[int, Run]], Outcome]:
+    """What answers a cell; keeps one runner a case, and with it the reference's answers."""
+    runners: dict[int, CaseRunner] = {}
+
+    def handle(cell: tuple[int, Run]) -> Outcome:
+        index, run = cell
+        runner = runners.setdefault(index, CaseRunner(cases[index]))
+        return runner.row(run)
+
+    return handle
+
+
+def gather(cases: Sequence[ParityCase], cells: Sequence[tuple[int, Run]], outcomes: dict[int, Outcome]) -> ParityResult:
+    """All outcomes in the order of the cells, with the executors' agreements."""
+    result = ParityResult([outcomes[i][0] for i in range(len(cells))])
+    for index, case in enumerate(cases):
+        outputs = {
+            (run.info.name, run.recipe, run.ep): output
+            for i, (of, run) in enumerate(cells)
+            if of == index and (output := outcomes[i][1]) is not None
+        }
+        result.agreements += agreements(case, outputs)
+    return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # The sample model's folders below --out; the job reads them back with the loaders any checkpoint goes through.
 _SAMPLES = "samples"
+# Each worker process holds the cases and both frameworks.
+_DEFAULT_JOBS = 2
+_MAX_SHARED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Settings:
     layers: tuple[int, ...] | None
     out: Path
     seed: int
+    jobs: int = 0
+    timeout: int = 300
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -59,23 +65,25 @@ def run(settings: Settings) -> bool:
     """
     out, log = report.console(), report.console(stderr=True)
     check_int("--tokens", settings.tokens, minimum=1)
+    check_int("--jobs", settings.jobs, minimum=0)
+    check_int("--timeout", settings.timeout, minimum=1)
     for name in settings.recipes or ():
         check_choice("--recipe", name, [r for r in RECIPES if r != "float64"])
     infos = _chosen_executors(settings.executors)
     settings.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     sources, adapter_folders = _sources(settings, log)
-    result = parity.ParityResult()
     cases = [case for name, folder in sources.items() for case in _load_cases(name, folder, adapter_folders, settings)]
     for case in {case.name: case for case in cases}.values():
         out.print(_selection_table(case))
-    jobs = [
-        (case, parity.plan_runs(case, infos, recipes=settings.recipes, ep_sizes=settings.ep_sizes)) for case in cases
+    cells = [
+        (index, run)
+        for index, case in enumerate(cases)
+        for run in parity.plan_runs(case, infos, recipes=settings.recipes, ep_sizes=settings.ep_sizes)
     ]
-    if not any(runs for _, runs in jobs):
+    if not cells:
         raise ValueError(f"--recipe: got {', '.join(settings.recipes or ())}, which no layer here has")
-    for _ in _progress(jobs, result, log):
-        pass
+    result = _run_cells(cases, cells, settings, log)
     _demand(settings.executors, result)
     out.print(report.parity_table(result.rows))
     _print_summary(out, cases, result)
@@ -172,27 +180,40 @@ def _selection_table(case: parity.ParityCase) -> Any:
     return report.table(title, ("platform", "selector answers", "executed by", "why nobody"), rows)
 
 
-def _progress(
-    jobs: list[tuple[parity.ParityCase, list[parity.Run]]], result: parity.ParityResult, log: Any
-) -> Iterator[parity.ParityRow]:
-    """Run all jobs with a live line on a terminal, or one line a run elsewhere."""
+def _jobs(cases: list[parity.ParityCase], cells: list[tuple[int, parity.Run]], asked: int) -> int:
+    """Worker processes; 0 runs in this one, as a real device or large weights must not be held twice."""
+    if any(run.info.state == "native" and run.info.name != "reference" for _, run in cells):
+        return 0
+    if sum(case.weights.nbytes for case in cases) > _MAX_SHARED_BYTES:
+        return 0
+    return asked or min(_DEFAULT_JOBS, os.cpu_count() or 1, len(cells))
+
+
+def _run_cells(
+    cases: list[parity.ParityCase], cells: list[tuple[int, parity.Run]], settings: Settings, log: Any
+) -> parity.ParityResult:
+    """Run all cells with a live line on a terminal, or one line a run elsewhere."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    total = sum(len(runs) for _, runs in jobs)
+    jobs = _jobs(cases, cells, settings.jobs)
+    stream = (
+        parity.run_cells_apart(cases, cells, jobs=jobs, timeout=settings.timeout)
+        if jobs
+        else parity.run_cells(cases, cells)
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    outcomes: dict[int, parity.Outcome] = {}
     with Progress(*columns, console=log, disable=not log.is_terminal, transient=True) as bar:
-        task = bar.add_task("parity", total=total)
-        done = 0
-        for case, runs in jobs:
-            bar.update(task, description=f"{case.name}: {runs[0].info.name if runs else ''}")
-            for row in parity.run_case(case, runs, result):
-                done += 1
-                label = f"{row.case}: {row.executor} {row.recipe} EP {row.ep}"
-                bar.update(task, advance=1, description=label)
-                if not log.is_terminal:
-                    took = "" if row.seconds is None else f"{row.seconds:.1f} s, "
-                    log.print(f"[{done}/{total}] {label}: {took}{row.verdict}", markup=False)
-                yield row
+        task = bar.add_task("parity", total=len(cells))
+        for i, outcome in stream:
+            outcomes[i] = outcome
+            row = outcome[0]
+            label = f"{row.case}: {row.executor} {row.recipe} EP {row.ep}"
+            bar.update(task, advance=1, description=label)
+            if not log.is_terminal:
+                took = "" if row.seconds is None else f"{row.seconds:.1f} s, "
+                log.print(f"[{len(outcomes)}/{len(cells)}] {label}: {took}{row.verdict}", markup=False)
+    return parity.gather(cases, cells, outcomes)
 
 
 def _demand(names: tuple[str, ...], result: parity.ParityResult) -> None:

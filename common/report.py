@@ -71,7 +71,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
         show_header=any(columns),
     )
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left")
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

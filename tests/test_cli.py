@@ -11,14 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
-
 from isomoe.common import capacity, environment, presets
 from isomoe.common.cli import app, parse_adapters, parse_ints, parse_lora
 from isomoe.common.config import FusedMoEConfig
 from isomoe.common.numerics import BF16
 from isomoe.common.report import format_bytes, ranges
 from isomoe.common.weights import LoRAAdapter, quantize_moe_weights
+from typer.testing import CliRunner
 
 
 def _invoke(*arguments: str) -> tuple[int, str, str]:
@@ -87,7 +86,8 @@ def test_module_and_script_are_the_same_command() -> None:
 
 @pytest.mark.parametrize("model", presets.MODELS)
 def test_explain_answers_none_on_tpu_and_says_who_executes(model: str) -> None:
-    code, out, _ = _invoke("explain", "--model", model, "--platform", "tpu-v7x", "--lora", "16x4", "--ep", "8", "--json")
+    options = ("--platform", "tpu-v7x", "--lora", "16x4", "--ep", "8", "--json")
+    code, out, _ = _invoke("explain", "--model", model, *options)
     report = json.loads(out)
     assert code == 0
     assert report["backend"] == "NONE"
@@ -98,7 +98,8 @@ def test_explain_answers_none_on_tpu_and_says_who_executes(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "code", "backend"), [("cuda-9.0", 0, "TRITON"), ("cuda-8.0", 0, "MARLIN"), ("cpu", 0, "NONE"), ("rocm-gfx950", 1, None)]
+    ("platform", "code", "backend"),
+    [("cuda-9.0", 0, "TRITON"), ("cuda-8.0", 0, "MARLIN"), ("cpu", 0, "NONE"), ("rocm-gfx950", 1, None)],
 )
 def test_explain_by_platform(platform: str, code: int, backend: str | None) -> None:
     got, out, _ = _invoke("explain", "--scheme", "channel", "--platform", platform, "--json")

@@ -13,9 +13,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import pytest
-
 import isomoe
+import pytest
 from isomoe.common.environment import VARIABLES
 
 ROOT = Path(isomoe.__file__).resolve().parent
@@ -36,7 +35,7 @@ def test_importing_is_cheap_and_touches_no_framework() -> None:
     """The best of three: a busy machine must not fail the budget, a slow import must."""
     code = (
         "import time, sys; start = time.perf_counter(); import isomoe; took = time.perf_counter() - start;"
-        f"print(took, [m for m in {FRAMEWORKS + ('numpy', 'typer', 'rich')!r} if m in sys.modules])"
+        f"print(took, [m for m in {(*FRAMEWORKS, 'numpy', 'typer', 'rich')!r} if m in sys.modules])"
     )
     results = [_run(code).split(maxsplit=1) for _ in range(3)]
     assert all(loaded.strip() == "[]" for _, loaded in results), results
@@ -127,6 +126,8 @@ def test_wheel_contents(tmp_path: Path) -> None:
     assert expected <= names, sorted(expected - names)
     assert any(name.endswith("LICENSE") for name in names)
     assert "isomoe = isomoe.common.cli:main" in entry_points
+    plugin = "isomoe_tpu_inference = isomoe.tpu_impl.tpu_inference_plugin:register"
+    assert f"[vllm.general_plugins]\n{plugin}" in entry_points
     assert not [n for n in names if n.startswith(("isomoe/benchmarks", "isomoe/docs", "isomoe/build"))]
     for extra in ("tpu", "cuda", "vllm", "parity", "test", "dev"):
         assert f"Provides-Extra: {extra}" in metadata

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-
 from isomoe.common import parity
 from isomoe.common.backends import register_moe_backend, unregister_moe_backend
 from isomoe.common.checkpoints import RouterWeights
@@ -24,9 +26,13 @@ from isomoe.common.recipes import Recipe
 from isomoe.common.reference import ReferenceExecutor
 from isomoe.common.support import ExpertsSupport
 from isomoe.common.weights import SCHEMES, LoRAAdapter, quantize_moe_weights
+from isomoe.common.workers import TaskFailed, run_tasks
+from isomoe.tests.samples import DIMS
 
 E, K, H, I = 4, 2, 256, 128
 CONFIG = FusedMoEConfig(E, K, H, I)
+LAYERS = list(range(DIMS.num_layers))
+LAST_LAYER = LAYERS[-1]
 _SUPPORT = ExpertsSupport(platforms=tuple(PlatformKind), schemes=SCHEMES, recipes=("w8a8", "w8a16", "bf16"), lora=True)
 
 
@@ -180,10 +186,8 @@ def _case(
 
 
 def _rows(case: parity.ParityCase, infos: list[ExecutorInfo], **plan: object) -> parity.ParityResult:
-    result = parity.ParityResult()
-    yielded = list(parity.run_case(case, parity.plan_runs(case, infos, **plan), result))
-    assert yielded == result.rows
-    return result
+    cells = [(0, run) for run in parity.plan_runs(case, infos, **plan)]
+    return parity.gather([case], cells, dict(parity.run_cells([case], cells)))
 
 
 @pytest.mark.parametrize("scheme", ["channel", "block", "tensor", "bf16"])
@@ -295,6 +299,40 @@ def test_two_executors_are_compared_with_each_other(register) -> None:
     assert found.worst_row == pytest.approx(0.1 / 1.1, rel=0.02)
 
 
+def _misbehave(task: str) -> str:
+    if task == "hang":
+        time.sleep(600)
+    if task == "die":
+        os._exit(17)
+    return f"{task} done"
+
+
+def _make_handler(prefix: str) -> Callable[[str], str]:
+    return lambda task: prefix + _misbehave(task)
+
+
+def test_workers_survive_tasks_that_hang_or_die() -> None:
+    tasks = ["a", "hang", "b", "die", "c", "d"]
+    # By the name a fresh process can import: pytest gives this module another one.
+    make_handler = importlib.import_module("isomoe.tests.test_parity_job")._make_handler
+    found = dict(run_tasks(tasks, make_handler, ("> ",), count=2, timeout=10))
+    assert sorted(found) == list(range(len(tasks)))
+    assert [found[i] for i in (0, 2, 4, 5)] == ["> a done", "> b done", "> c done", "> d done"]
+    assert isinstance(found[1], TaskFailed)
+    assert "10 s" in str(found[1])
+    assert isinstance(found[3], TaskFailed)
+    assert "17" in str(found[3])
+
+
+def test_cells_give_the_same_rows_in_processes_of_their_own() -> None:
+    case = _case()
+    infos = [executors()["reference"]]
+    cells = [(0, run) for run in parity.plan_runs(case, infos)]
+    here = parity.gather([case], cells, dict(parity.run_cells([case], cells)))
+    apart = parity.gather([case], cells, dict(parity.run_cells_apart([case], cells, jobs=2, timeout=60)))
+    assert [replace(r, seconds=None) for r in here.rows] == [replace(r, seconds=None) for r in apart.rows]
+
+
 def _job(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "isomoe", "parity", "--out", str(out), *arguments],
@@ -334,28 +372,31 @@ def test_the_job_on_a_given_checkpoint_and_layers(
     samples_job: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     samples = samples_job[0] / "samples"
+    model, adapter = str(samples / "fp8-block"), f"math={samples / 'lora-fused'}"
     done = _job(
-        tmp_path, "--checkpoint", str(samples / "fp8-block"), "--adapter", f"math={samples / 'lora-fused'}", "--executor",
-        "reference", "--ep", "1", "--layers", "0,2", "--recipe", "w8a16",
+        tmp_path, "--checkpoint", model, "--adapter", adapter, "--executor", "reference", "--ep", "1",
+        "--layers", f"0,{LAST_LAYER}", "--recipe", "w8a16",
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "parity.json").read_text())["rows"]
-    assert [(row["layer"], row["recipe"]) for row in rows] == [(0, "w8a16"), (2, "w8a16")]
-    done = _job(tmp_path, "--checkpoint", str(samples / "fp8-block"), "--layers", "7")
+    assert [(row["layer"], row["recipe"]) for row in rows] == [(0, "w8a16"), (LAST_LAYER, "w8a16")]
+    done = _job(tmp_path, "--checkpoint", model, "--layers", "7")
     assert done.returncode == 2
-    assert "0-2" in done.stderr
+    assert f"0-{LAST_LAYER}" in done.stderr
 
 
 def test_inspect_describes_the_samples(samples_job: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     samples = samples_job[0] / "samples"
-    command = [sys.executable, "-m", "isomoe", "inspect", str(samples / "fp8-dynamic"), str(samples / "lora-per-expert")]
+    folders = [str(samples / name) for name in ("fp8-dynamic", "lora-per-expert")]
+    command = [sys.executable, "-m", "isomoe", "inspect", *folders]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
     found = json.loads(done.stdout)
-    assert (found["scheme"], found["moe_layers"], found["config"]["num_experts"]) == ("channel", [0, 1, 2], 8)
+    assert (found["scheme"], found["moe_layers"], found["config"]["num_experts"]) == ("channel", LAYERS, 8)
     assert found["weight_bytes_per_device_by_ep"]["8"] * 8 == found["weight_bytes_per_device_by_ep"]["1"]
     (adapter,) = found["adapters"].values()
-    assert (adapter["rank"], adapter["form"], adapter["layers"]) == (8, "per_expert", [0, 1, 2])
+    assert (adapter["rank"], adapter["form"], adapter["layers"]) == (8, "per_expert", LAYERS)
     assert {s["platform"]: s["backend"] for s in found["selection"]}["tpu-v7x"] == "NONE"
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    wide = os.environ | {"COLUMNS": "140"}
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=wide).stdout
     for word in ("channel", "H200", "TPU v7x core", "per_expert", "pallas_ep"):
         assert word in text

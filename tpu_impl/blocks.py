@@ -237,6 +237,5 @@ def interpreter_blocks(*, inter: int, rows: int, max_loras: int = 0, bf: int | N
     """
     panel = ROW_BLOCK if rows <= ROW_BLOCK else 2 * ROW_BLOCK
     return Blocks(
-        bf=bf or round_up(inter, LANES), rows=panel, rungs=tuple(sorted({ROW_BLOCK, panel})), nbuf=2, xbuf=2,
-        stage=ROW_BLOCK, pairs=max_loras,
+        bf=bf or round_up(inter, LANES), rows=panel, rungs=(panel,), nbuf=2, xbuf=2, stage=ROW_BLOCK, pairs=max_loras,
     )

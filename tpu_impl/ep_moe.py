@@ -126,11 +126,13 @@ def fused_moe_ep(
     tokens, limit = x.shape[0], max_tokens(build.spec(build.ep), generation(build.generation).smem_bytes)
     if limit < 1:
         raise ValueError(f"build: scalar memory of {build.generation} holds no routing table of this layer")
+    # Compiler options are the outermost function's to give.
+    call = interpreted_layer if build.interpret and not isinstance(x, jax.core.Tracer) else layer
     parts = []
     for start in range(0, tokens, limit):
         cut = slice(start, min(start + limit, tokens))
         slots = None if adapter_slots is None else adapter_slots[cut]
-        parts.append(layer(x[cut], topk_weights[cut], topk_ids[cut], slots, tensors, act_scale, build=build))
+        parts.append(call(x[cut], topk_weights[cut], topk_ids[cut], slots, tensors, act_scale, build=build))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
@@ -201,8 +203,7 @@ def _pad_rows(a: jax.Array, rows: int, value: int) -> jax.Array:
     return jnp.pad(a, [(0, rows - a.shape[0])] + [(0, 0)] * (a.ndim - 1), constant_values=value)
 
 
-@functools.partial(jax.jit, static_argnames=("build",))
-def layer(
+def _layer(
     x: jax.Array,
     topk_weights: jax.Array,
     topk_ids: jax.Array,
@@ -234,6 +235,13 @@ def layer(
     local = functools.partial(_local_layer, build=build, spec=spec)
     out = jax.shard_map(local, mesh=build.mesh, in_specs=(specs,), out_specs=rows, check_vma=False)(args)
     return out[:tokens, : build.config.hidden_dim]
+
+
+layer = jax.jit(_layer, static_argnames=("build",))
+# An interpreted program is large and runs once; optimising it would take most of the time.
+interpreted_layer = jax.jit(
+    _layer, static_argnames=("build",), compiler_options={"xla_backend_optimization_level": 0}
+)
 
 
 def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> jax.Array:

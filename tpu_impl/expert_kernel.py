@@ -58,8 +58,9 @@ def _column_chunks(width: int) -> list[tuple[int, int]]:
 class _Kernel:
     """The traced body; methods are its stages, attributes its references."""
 
-    def __init__(self, spec: KernelSpec, refs: dict[str, Any]) -> None:
+    def __init__(self, spec: KernelSpec, refs: dict[str, Any], interpreted: bool) -> None:
         self.spec = spec
+        self.interpreted = interpreted
         self.blocks = spec.blocks
         self.r = refs
         self.table = spec.table
@@ -92,12 +93,19 @@ class _Kernel:
         p = lax.rem(v, self.blocks.xbuf)
         base = self.table.rows + self.first_row(v)
 
+        def row(i: jax.Array, j: jax.Array | int) -> None:
+            token = self.r["tab"][base + i * ROW_BLOCK + j]
+            pltpu.make_async_copy(
+                self.r["x"].at[token], self.r["xg"].at[p, i, j], self.r["gather_sem"].at[p]
+            ).start()
+
         def block(i: jax.Array, _: None) -> None:
-            for j in range(ROW_BLOCK):
-                token = self.r["tab"][base + i * ROW_BLOCK + j]
-                pltpu.make_async_copy(
-                    self.r["x"].at[token], self.r["xg"].at[p, i, j], self.r["gather_sem"].at[p]
-                ).start()
+            # Unrolled, a row costs four bundles; in the interpreter it would only make a larger program.
+            if self.interpreted:
+                lax.fori_loop(0, ROW_BLOCK, lambda j, _: row(i, j), None)
+            else:
+                for j in range(ROW_BLOCK):
+                    row(i, j)
 
         lax.fori_loop(0, self.row_blocks(v), block, None)
 
@@ -511,10 +519,10 @@ def _names(spec: KernelSpec) -> list[str]:
     return [*scalars, *operands(spec), "o", *(buffer.name for buffer in scratch(spec))]
 
 
-def _body(spec: KernelSpec, *refs: Any) -> None:
+def _body(spec: KernelSpec, interpreted: bool, *refs: Any) -> None:
     names = _names(spec)
     assert len(names) == len(refs), (names, len(refs))
-    _Kernel(spec, dict(zip(names, refs))).run()
+    _Kernel(spec, dict(zip(names, refs)), interpreted).run()
 
 
 def _allocate(buffer: Buffer) -> Any:
@@ -563,7 +571,7 @@ def expert_kernel(
     rows = spec.capacity
     weights = sum(tensors[n].size * tensors[n].dtype.itemsize for n in names if n != "x")
     call = pl.pallas_call(
-        functools.partial(_body, spec),
+        functools.partial(_body, spec, bool(interpret)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),

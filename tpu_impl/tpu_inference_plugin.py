@@ -48,6 +48,8 @@ def register() -> None:
             if not current_platform.is_tpu():
                 logger.debug("isomoe: vLLM does not run on a TPU here; nothing to register")
                 return
+            from tpu_inference.logger import init_logger
+
             from .tpu_inference.configs import register_configs
 
             names = register_configs()
@@ -57,7 +59,7 @@ def register() -> None:
             )
             return
         _registered = True
-        logger.info("isomoe: registered with tpu-inference for %s", ", ".join(names))
+        init_logger(__name__).info("isomoe: registered with tpu-inference for %s", ", ".join(names))
 
 
 def is_registered() -> bool:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ahead-of-time compilation for real TPU topologies: what the interpreter accepts and Mosaic may refuse.
+
+Needs libtpu, no TPU. Every compilation runs in its own process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from isomoe.common.config import FusedMoEConfig, FusedMoEParallelConfig
+from isomoe.tests.matrix import PRODUCTION
+from isomoe.tpu_impl import AotReport, aot_compile
+from isomoe.tpu_impl.aot import split_topology
+from isomoe.tpu_impl.llo import read_schedule
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None,
+    reason="ahead-of-time compilation needs jax and libtpu",
+)
+pytestmark = pytest.mark.timeout(600)
+
+TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "tpu7x:2x2x1")
+SMALL = FusedMoEConfig(16, 2, 512, 256)
+MIB = 1 << 20
+
+
+def _production(name: str) -> FusedMoEConfig:
+    s = PRODUCTION[name]
+    return FusedMoEConfig(s.num_experts, s.experts_per_token, s.hidden_dim, s.intermediate_size)
+
+
+def _check(report: AotReport) -> None:
+    assert report.compile_s > 0
+    assert 0 < report.code_bytes <= 16 * MIB
+    assert 0 < report.vmem_bytes <= 120 * MIB
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_small_layer_with_adapters(topology: str) -> None:
+    _check(aot_compile(topology, SMALL, 32, scheme="channel", max_loras=3, max_lora_rank=16, schedule=False))
+
+
+@needs_libtpu
+def test_schedule_and_model() -> None:
+    """The report's loops are the kernel's, the tile loop holds the matrix work, and the terms add up."""
+    report = aot_compile("tpu7x:2x2x1", FusedMoEConfig(16, 2, 512, 1024), 64, scheme="channel")
+    _check(report)
+    loops = {x["loop"]: x for x in report.schedule}
+    assert set(loops) >= {"gather", "stage", "ship"}
+    tile = loops.get("tile", loops.get("visit and tile"))
+    assert tile is not None and tile["mxu_share"] > 0.05
+    assert all(x["bundles"] > 0 for x in report.schedule)
+    # A row is gathered in a handful of bundles.
+    assert loops["gather"]["bundles"] <= 8 * 32
+    model = report.model_us
+    assert model["kernel"] == max(model["hbm"], model["mxu"], model["bundles"])
+    assert model["total"] == pytest.approx(model["dispatch"] + max(model["kernel"], model["push"]), abs=0.02)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("loras", [(0, 0), (8, 16)])
+@pytest.mark.parametrize("tokens", [512, 8192])
+@pytest.mark.parametrize("name", ["qwen3-30b", "qwen3-480b"])
+def test_production_layers(name: str, tokens: int, loras: tuple[int, int], topology: str) -> None:
+    report = aot_compile(
+        topology, _production(name), tokens, scheme="channel", max_loras=loras[0], max_lora_rank=loras[1],
+        schedule=False,
+    )
+    _check(report)
+    assert report.ep == 8
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v6e:2x4", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("scheme", ["block", "tensor", "bf16"])
+def test_other_schemes(scheme: str, topology: str) -> None:
+    _check(aot_compile(topology, _production("qwen3-30b"), 64, scheme=scheme, max_loras=8, max_lora_rank=64, schedule=False))
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swigluoai"])
+def test_activations_and_biases_compile(activation: str) -> None:
+    config = FusedMoEConfig(32, 4, 2880, 2880, activation=activation, has_bias=True)
+    for topology in TOPOLOGIES:
+        _check(aot_compile(topology, config, 64, scheme="channel", schedule=False))
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_several_hosts_and_a_second_mesh_axis() -> None:
+    report = aot_compile("tpu7x:2x2x4", _production("qwen3-480b"), 512, scheme="channel", schedule=False)
+    assert report.ep == 32
+    half = FusedMoEConfig(16, 2, 512, 256, moe_parallel_config=FusedMoEParallelConfig(ep_size=4, use_ep=True))
+    assert aot_compile("v6e:2x4", half, 32, scheme="channel", schedule=False).ep == 4
+
+
+@needs_libtpu
+def test_a_refusal_carries_the_reason() -> None:
+    with pytest.raises(ValueError, match="hidden_dim: got 65536"):
+        aot_compile("tpu7x:2x2x1", FusedMoEConfig(8, 2, 65536, 4096), 8, scheme="channel")
+    with pytest.raises(RuntimeError, match=r"tpu7x:9x9x9, T=8: "):
+        aot_compile("tpu7x:9x9x9", SMALL, 8, scheme="channel", schedule=False)
+
+
+def test_topology_names() -> None:
+    gen, grid = split_topology("tpu7x:2x2x1")
+    assert (gen.name, grid) == ("v7x", (2, 2, 1))
+    for bad in ("v7:2x2", "v6e", "v6e:2xtwo", "v4:2x2x1"):
+        with pytest.raises(ValueError, match="topology: got"):
+            split_topology(bad)
+    config = FusedMoEConfig(16, 2, 512, 256, moe_parallel_config=FusedMoEParallelConfig(ep_size=3, use_ep=True))
+    with pytest.raises(ValueError, match="ep_size: got 3, want a divisor of the 8 devices"):
+        aot_compile("v6e:2x4", config, 8, scheme="channel")
+
+
+_DUMP = """
+     0   :  { %s0 = smov 0 }
+   0x1 LB: > { %v0 = vld [vmem:[#allocation1]] }
+   0x2   : > { %v1 = vmatmul %v0 }
+   0x3 LB: >> { %v2 = vmatmul %v1 }
+   0x4   : >> { %3 = sbr.rel (!%p0) target = $region2 }
+   0x5   :  {}
+   0x6 PF: > { %v3 = vst %v2 }
+   0x7 LB: >> { %v4 = vadd %v3 }
+   0x8 PF: > { %v5 = vadd %v4 }
+   0x9 PF:  { %v6 = vst %v5 }
+"""
+_USAGE = """== CAPACTIY:
+MXU, VSTORE:SPILL
+    2     1
+== UTILIZATION:
+""" + "\n".join(["0 0", "0 1", "1 0", "2 0", "2 0", "0 0", "0 0", "0 1", "0 0", "0 0"])
+
+
+def test_reading_a_dump(tmp_path: Path) -> None:
+    """Loops nest, neighbours at one depth are told apart, branches and empty bundles do not end a loop."""
+    (tmp_path / "1-moe_kernel.1-71-final_bundles.txt").write_text(_DUMP)
+    (tmp_path / "1-moe_kernel.1-69-final_hlo-static-per-bundle-utilization.txt").write_text(_USAGE)
+    got = read_schedule(tmp_path, "moe_kernel")
+    assert got.bundles == 10
+    assert [(x.depth, x.start, x.bundles, x.mxu_ops, x.spills) for x in got.loops] == [
+        (1, 1, 8, 5, 2), (2, 3, 3, 4, 0), (2, 7, 1, 0, 1),
+    ]
+    assert got.loops[1].mxu_share == pytest.approx(4 / 6, abs=1e-3)
+    assert [x.start for x in got.children(got.loops[0])] == [3, 7]
+    with pytest.raises(FileNotFoundError, match="no final bundles of a kernel named 'other'"):
+        read_schedule(tmp_path, "other")

@@ -114,7 +114,7 @@ def moe_config(config: Mapping[str, Any], *, gated: bool, has_bias: bool) -> Fus
         raise TensorFileError(
             f"config.json: {act_key}: got {clean(config[act_key])}, want one of {', '.join(sorted(_ACTIVATIONS))}"
         )
-    if activation == "swigluoai" and float(config.get("swiglu_limit", 7.0)) != 7.0:
+    if activation == "swigluoai" and config.get("swiglu_limit", 7.0) != 7.0:
         raise TensorFileError(f"config.json: swiglu_limit: got {clean(config['swiglu_limit'])}, want 7.0")
     groups, topk_group = config.get("n_group"), config.get("topk_group")
     if groups in (None, 1) or config.get("topk_method") == "greedy":

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +231,10 @@ class _PerExpert:
                     leaf = next((k for k, v in ROLES.items() if v == role and self._uses(k, layer)), role)
                     raise TensorFileError(f"{ckpt.root.name}: tensor {self.prefix}{expert}.{leaf}.weight: missing")
         self.quant = self._one_quant(ckpt.quant)
+        first = self.parts[0, self.roles[0]]
+        scales = [first[k] for k in _SCALES if k in first] if self.quant.scheme == "block" else []
+        if any(self.store.info(name).dtype == "F8_E8M0" for name in scales):
+            self.quant = replace(self.quant, ue8m0=True)
 
     def _uses(self, leaf: str, layer: _Layer) -> bool:
         return any(f".{leaf}." in t.removeprefix(layer.prefix) for t in layer.tensors)

@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from isomoe.common.adapter_files import load_lora_adapter
 from isomoe.common.adapters import AdapterError, AdapterPool
 from isomoe.common.config import FusedMoEConfig
@@ -611,6 +613,66 @@ def test_pool_loads_files_with_one_error_type(tmp_path):
     with pytest.raises(AdapterError, match=r"adapter 7: .*nowhere"):
         pool.load_file(tmp_path / "nowhere", 7)
     assert pool.adapter_ids == (5,)
+
+
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 9)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.lists(st.integers(), max_size=2)
+)
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+@given(data=st.data())
+def test_fuzzed_adapters_raise_one_error(tmp_path, data):
+    """Tensors dropped, renamed, reshaped and exchanged between forms: it loads whole, or raises the one error."""
+    kind, (make, more, overrides) = data.draw(
+        st.sampled_from([(k, f) for k, forms in (("s", SEPARATE), ("h", SHARED), ("o", OUTER)) for f in forms.values()])
+    )
+    source = Source(shared_gate_up=kind == "h", shared_outer=kind == "o")
+    tensors, config = make(source), {**SETTINGS, **more}
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(sorted(tensors)))
+        action = data.draw(st.sampled_from(["drop", "rename", "side", "shape", "mix", "config"]))
+        if action == "drop" and len(tensors) > 1:
+            del tensors[name]
+        elif action == "rename":
+            parts = name.split(".")
+            parts[data.draw(st.integers(0, len(parts) - 1))] = data.draw(
+                st.sampled_from(["experts", "0", "3", "w2", "lora_B"])
+            )
+            tensors[".".join(parts)] = tensors.pop(name)
+        elif action == "side":
+            tensors[name.replace("lora_A", "lora_B")] = tensors[name]
+        elif action == "shape":
+            tensors[name] = rand(*data.draw(st.lists(st.sampled_from([0, 1, R, E, H, I, 2 * I, E * R]), max_size=4)))
+        elif action == "mix":
+            other = data.draw(st.sampled_from([Source().stacked(), Source().fused(), Source().per_expert()]))
+            tensors |= {k: other[k] for k in sorted(other)[: data.draw(st.integers(1, 3))]}
+        else:
+            keys = [
+                "r",
+                "lora_alpha",
+                "rank_pattern",
+                "alpha_pattern",
+                "use_rslora",
+                "modules_to_save",
+                "bias",
+                "use_dora",
+            ]
+            config[data.draw(st.sampled_from(keys))] = data.draw(VALUES)
+    write_adapter(tmp_path, config, tensors)
+    try:
+        loaded = load_lora_adapter(tmp_path, BASE, allow_partial=data.draw(st.booleans()), **overrides)
+    except TensorFileError:
+        return
+    for layer in loaded.values():
+        layer.check_matches(BASE)
 
 
 # -- PEFT itself as the oracle ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from isomoe.common.checkpoints import inspect_checkpoint, load_moe_layer, load_router
 from isomoe.common.config import FusedMoEConfig
+from isomoe.common.executors import run_moe
 from isomoe.common.quant_keys import (
     kBf16,
     kFp8Dynamic128Sym,
@@ -25,6 +26,7 @@ from isomoe.common.quant_keys import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
+from isomoe.common.routing import route
 from isomoe.common.safe_files import TensorFile, TensorFileError, TensorStore, clean, match_pattern
 from isomoe.common.weights import MoEWeights, quantize_moe_weights
 from isomoe.tests.file_writers import safetensors_bytes, with_header, write_checkpoint
@@ -248,6 +250,15 @@ def test_power_of_two_scales(tmp_path, stored):
     want = MoEWeights("block", w.w13, w.w2, *pow2)
     quant = {**FP8_BLOCK, "scale_fmt": "ue8m0"}
     write_checkpoint(tmp_path, {**QWEN, "quantization_config": quant}, per_expert(want, scale_dtype=stored))
+    same(load_moe_layer(tmp_path, 1)[1], want)
+    assert inspect_checkpoint(tmp_path).weight_key == kFp8Static128BlockE8M0Sym
+
+
+def test_exponent_scales_without_scale_fmt(tmp_path):
+    w = make_weights("block")
+    pow2 = [np.exp2(np.ceil(np.log2(s))).astype(np.float32) for s in (w.w13_scale, w.w2_scale)]
+    want = MoEWeights("block", w.w13, w.w2, *pow2)
+    write_checkpoint(tmp_path, {**QWEN, "quantization_config": FP8_BLOCK}, per_expert(want, scale_dtype=E8M0))
     same(load_moe_layer(tmp_path, 1)[1], want)
     assert inspect_checkpoint(tmp_path).weight_key == kFp8Static128BlockE8M0Sym
 
@@ -559,6 +570,66 @@ def test_fused_in_a_quantised_checkpoint(tmp_path):
         load_moe_layer(tmp_path, 1)
 
 
+# -- transformers' own models as the oracle ------------------------------------------------------------------------
+
+
+def tiny_models() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Model type to (auto class, config)."""
+    dims = {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 32}  # fmt: skip
+    moe = {**dims, "moe_intermediate_size": 48}
+    routed = {**moe, "n_routed_experts": 8, "intermediate_size": 96, "first_k_dense_replace": 1}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64,
+              "deepstack_visual_indexes": [0]}  # fmt: skip
+    text = "AutoModelForCausalLM"
+    return {
+        "qwen3_moe": (text, {**moe, "num_experts": 8, "norm_topk_prob": True}),
+        "qwen3_5_moe_text": (text, {**moe, "num_experts": 8, "shared_expert_intermediate_size": 32,
+                                    "layer_types": ["full_attention"] * 2}),
+        "mixtral": (text, {**dims, "intermediate_size": 48, "num_local_experts": 8}),
+        "deepseek_v3": (text, {**routed, **latent, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+        "glm4_moe": (text, routed),
+        "nemotron_h": (text, {**moe, "n_routed_experts": 8, "layers_block_type": ["full_attention", "moe"],
+                              "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 1.5}),
+        "gpt_oss": (text, {**dims, "intermediate_size": 48, "num_local_experts": 8}),
+        "qwen3_vl_moe": ("AutoModelForImageTextToText", {
+            "text_config": {**moe, "num_experts": 8, "intermediate_size": 96}, "vision_config": vision}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", tiny_models())
+def test_layer_agrees_with_transformers(tmp_path, model_type):
+    """Weights, router and config of a model that transformers wrote, against the output of its own MoE block."""
+    import torch
+    import transformers
+
+    auto, config = tiny_models()[model_type]
+    torch.manual_seed(0)
+    model = getattr(transformers, auto).from_config(transformers.AutoConfig.for_model(model_type, **config))
+    model = model.to(torch.bfloat16).eval()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(part in name for part in ("experts", "gate", "router")):
+            torch.nn.init.normal_(tensor, std=0.3)
+    model.save_pretrained(tmp_path)
+    layer = max(inspect_checkpoint(tmp_path).moe_layers)
+    moe_config, weights = load_moe_layer(tmp_path, layer)
+    router = load_router(tmp_path, layer)
+    experts = [m for n, m in model.named_modules() if n.rpartition(".")[2] == "experts"][-1]
+    block = next(m for m in model.modules() if any(child is experts for child in m.children()))
+    seen: dict[str, Any] = {}
+    experts.register_forward_hook(lambda module, args, out: seen.update(x=args[0], y=out))
+    with torch.no_grad():
+        block(torch.randn(1, 6, 64, dtype=torch.bfloat16))
+    x = seen["x"].float().numpy().reshape(6, 64)
+    logits = x @ router.weight.astype(np.float32).T + (0 if router.bias is None else router.bias)
+    chosen = route(logits, moe_config, correction_bias=router.correction_bias)
+    got = run_moe("reference", x.astype(BF16), *chosen, weights, config=moe_config, recipe="float64")
+    want = seen["y"].double().numpy().reshape(6, 64)
+    # The model works in bfloat16; a wrong name, order, transposition or routing rule is off by order one.
+    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
+
+
 # -- refusals by tensor -------------------------------------------------------------------------------------------
 
 UP = f"{EXPERTS.format(1)}.1.up_proj"
@@ -712,6 +783,56 @@ def test_config_that_does_not_fit(tmp_path, change, message):
     write_checkpoint(tmp_path, {**QWEN, "quantization_config": FP8_BLOCK, **change}, BLOCK)
     with pytest.raises(TensorFileError, match=message):
         load_moe_layer(tmp_path, 1)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2**64)
+    | st.floats()
+    | st.sampled_from(["fp8", "re:(", "e4m3", "", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["weights", "g", "text_config"]), inner)
+    ),
+    max_leaves=6,
+)
+CONFIGS = [
+    {**QWEN, "quantization_config": FP8_BLOCK},
+    {**QWEN, "quantization_config": compressed("block", "group", group_size=128)},
+    {**QWEN, "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+    {
+        **QWEN,
+        "model_type": "gpt_oss",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+    },
+]
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+@given(data=st.data())
+def test_fuzzed_configs_raise_one_error(tmp_path, data):
+    """Any JSON in place of any value of config.json: it loads, or raises the one error."""
+    config = json.loads(json.dumps(data.draw(st.sampled_from(CONFIGS))))
+    target = config
+    while True:
+        key = data.draw(st.sampled_from(sorted(target)))
+        if not isinstance(target[key], dict) or data.draw(st.booleans()):
+            break
+        target = target[key]
+    target[key] = data.draw(JSON)
+    if not (tmp_path / "model.safetensors").exists():
+        write_checkpoint(tmp_path, QWEN, BLOCK)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    try:
+        _, weights = load_moe_layer(tmp_path, 1)
+    except TensorFileError:
+        return
+    assert weights.scheme == "block"
 
 
 def test_folder_without_a_moe_layer(tmp_path):

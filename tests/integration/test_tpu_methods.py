@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tpu-inference's real FP8 MoE methods, constructed, loaded and run on virtual devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import isomoe
+from isomoe.common.executors import make_call
+from isomoe.common.metrics import bitwise_equal, rel_l2
+from isomoe.common.tolerances import TO_RECIPE, to_truth
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+EXPERTS, TOP_K, HIDDEN, INTER, TOKENS = 16, 4, 256, 256, 24
+_prefixes = (f"model.layers.{i}.mlp.experts" for i in itertools.count(100))
+
+POISONS = [
+    {},
+    {"VLLM_USE_DEEP_GEMM": "1"},
+    {"VLLM_MOE_USE_DEEP_GEMM": "1"},
+    {"VLLM_USE_DEEP_GEMM": "0"},
+    {"VLLM_ROCM_USE_AITER": "1"},
+    {"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_USE_AITER_MOE": "1"},
+    {"VLLM_ROCM_USE_AITER_MOE": "0"},
+    {"VLLM_TEST_FORCE_FP8_MARLIN": "1"},
+    {"VLLM_USE_FLASHINFER_MOE_FP8": "1", "VLLM_FLASHINFER_MOE_BACKEND": "latency"},
+    {"ISOMOE_MOE_BACKEND": "triton"},
+    {"ISOMOE_MOE_BACKEND": "no-such-backend"},
+]
+BACKENDS = ["auto", "triton", "deep_gemm", "cutlass", "flashinfer_trtllm", "marlin", "aiter"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A vLLM MoE layer and what is needed to run it."""
+
+    runner: Any
+    layer: Any
+    config: Any
+
+    @property
+    def method(self) -> Any:
+        return self.layer.quant_method
+
+
+def build(
+    vllm_config: Any, mesh: Any, *, hidden: int = HIDDEN, inter: int = INTER, experts: int = EXPERTS, **options: Any
+) -> Built:
+    """vLLM's own factory with tpu-inference's quantisation config for the mesh."""
+    from tpu_inference.layers.vllm.quantization import get_tpu_quantization_config
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+
+    import torch
+
+    vllm_config.quant_config = get_tpu_quantization_config(vllm_config, mesh)
+    vllm_config.quant_config.packed_modules_mapping = {}
+    with set_current_vllm_config(vllm_config):
+        runner = FusedMoE(
+            num_experts=experts, top_k=TOP_K, hidden_size=hidden, intermediate_size=inter,
+            params_dtype=torch.bfloat16, quant_config=vllm_config.quant_config, prefix=next(_prefixes), **options,
+        )
+    return Built(runner, runner.routed_experts, vllm_config)
+
+
+def random_weights(
+    scheme: str, *, seed: int = 0, experts: int = EXPERTS, hidden: int = HIDDEN, inter: int = INTER
+) -> isomoe.MoEWeights:
+    """Weights whose rows and blocks have gains of their own, so that a misplaced scale shows."""
+    rng = np.random.default_rng(seed)
+    gain13 = np.exp(rng.normal(size=(experts, 2 * inter, 1)))
+    gain2 = np.exp(rng.normal(size=(experts, hidden, 1)))
+    w13 = rng.normal(size=(experts, 2 * inter, hidden)) * gain13 / np.sqrt(hidden)
+    w2 = rng.normal(size=(experts, hidden, inter)) * gain2 / np.sqrt(inter)
+    return isomoe.quantize_moe_weights(w13.astype(np.float32), w2.astype(np.float32), scheme)
+
+
+def load(built: Built, weights: isomoe.MoEWeights, *, static: tuple[float, float] | None = None) -> None:
+    """Feed every shard through vLLM's weight_loader, as its model code does."""
+    import torch
+
+    layer, inter = built.layer, weights.intermediate_size
+
+    def tensor(a: np.ndarray) -> torch.Tensor:
+        a = np.ascontiguousarray(a)
+        if a.dtype == np.dtype(ml_dtypes.float8_e4m3fn):
+            return torch.from_numpy(a.view(np.uint8)).view(torch.float8_e4m3fn)
+        return torch.from_numpy(a)
+
+    def send(name: str, value: np.ndarray, shard: str, expert: int) -> None:
+        parameter = getattr(layer, name)
+        layer.weight_loader(parameter, tensor(value), name, shard_id=shard, expert_id=expert)
+
+    scale_name = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
+    halves = {"w1": slice(0, inter), "w3": slice(inter, 2 * inter)}
+    scale_rows = weights.w13_scale.shape[1] // 2
+    scale_halves = {"w1": slice(0, scale_rows), "w3": slice(scale_rows, 2 * scale_rows)}
+    column = (lambda s: s[:, None]) if weights.scheme == "channel" else (lambda s: s)
+    for expert in range(weights.num_experts):
+        for shard in ("w1", "w3"):
+            send("w13_weight", weights.w13[expert, halves[shard]], shard, expert)
+            send(f"w13_{scale_name}", column(weights.w13_scale[expert, scale_halves[shard]]), shard, expert)
+        send("w2_weight", weights.w2[expert], "w2", expert)
+        send(f"w2_{scale_name}", column(np.atleast_1d(weights.w2_scale[expert])), "w2", expert)
+        if static is not None:
+            for shard in ("w1", "w3"):
+                send("w13_input_scale", np.array(static[0], np.float32), shard, expert)
+            send("w2_input_scale", np.array(static[1], np.float32), "w2", expert)
+
+
+def process(built: Built) -> None:
+    """What vLLM's model loader does after the last shard."""
+    import jax
+    from vllm.config import set_current_vllm_config
+
+    with jax.default_device(jax.devices("cpu")[0]), set_current_vllm_config(built.config):
+        built.method.process_weights_after_loading(built.layer)
+
+
+def batch(seed: int = 1, *, tokens: int = TOKENS, hidden: int = HIDDEN, experts: int = EXPERTS) -> tuple[Any, Any]:
+    """Rows, and logits without near-ties: a permutation of well separated levels a row."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(tokens, hidden)).astype(BF16)
+    levels = np.linspace(-2, 2, experts)
+    return x, np.stack([rng.permutation(levels) for _ in range(tokens)]).astype(BF16)
+
+
+def run(built: Built, mesh: Any, x: np.ndarray, logits: np.ndarray, *, jit: bool = False) -> np.ndarray:
+    """`apply_monolithic` inside the mesh and torchax environment of a model step."""
+    import jax
+    import jax.numpy as jnp
+    import torchax
+    from torchax.interop import jax_view, torch_view
+
+    def step(rows: Any, scores: Any) -> Any:
+        return jax_view(built.method.apply_monolithic(built.layer, torch_view(rows), torch_view(scores)))
+
+    with jax.set_mesh(mesh), torchax.default_env():
+        return np.asarray((jax.jit(step) if jit else step)(jnp.asarray(x), jnp.asarray(logits)))
+
+
+def expected(
+    weights: isomoe.MoEWeights, x: np.ndarray, logits: np.ndarray, recipe: str, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The reference of the recipe, and float64."""
+    config = isomoe.FusedMoEConfig(weights.num_experts, TOP_K, weights.hidden_dim, weights.intermediate_size)
+    topk_weights, topk_ids = isomoe.route(logits, config)
+    pair = []
+    for name in (recipe, "float64"):
+        call = make_call(x, topk_weights, topk_ids, weights, config=config, recipe=name, **options)
+        from isomoe.common.reference import ReferenceExecutor
+
+        pair.append(ReferenceExecutor.run(call))
+    return pair[0], pair[1]
+
+
+@pytest.fixture(params=POISONS, ids=lambda p: ",".join(f"{k}={v}" for k, v in p.items()) or "clean")
+def poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    for name, value in request.param.items():
+        monkeypatch.setenv(name, value)
+    yield request.param
+
+
+@pytest.mark.parametrize("scheme", ["channel", "block"])
+def test_constructors_give_none_under_any_environment(
+    scheme: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any], poisoned: dict[str, str]
+) -> None:
+    """Whatever variable is set: no exception, NONE, and every field vLLM's own constructor sets."""
+    from tpu_inference.layers.vllm.quantization import fp8 as tpu_fp8
+    from tpu_inference.layers.vllm.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as tpu_ct,
+    )
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    method = build(vllm_config(scheme), mesh(8)).method
+    real = {"channel": tpu_ct.VllmCompressedTensorsW8A8Fp8MoEMethod, "block": tpu_fp8.VllmFp8MoEMethod}[scheme]
+    assert isinstance(method, real)
+    assert method.fp8_backend is Fp8MoeBackend.NONE
+    assert method.experts_cls is None
+    assert method.is_monolithic
+    assert method.block_quant == (scheme == "block")
+    assert method.weight_block_size == ([128, 128] if scheme == "block" else None)
+    assert method.moe_kernel is None and not method.supports_internal_mk
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scheme", ["channel", "block"])
+def test_constructors_give_none_for_any_explicit_backend(
+    scheme: str, backend: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any]
+) -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    config = vllm_config(scheme)
+    config.kernel_config.moe_backend = backend
+    method = build(config, mesh(8)).method
+    assert method.moe.moe_backend == backend
+    assert method.fp8_backend is Fp8MoeBackend.NONE and method.experts_cls is None
+
+
+def test_vllm_modules_are_left_as_they_are(registered: None) -> None:
+    """Nobody else's selector or constructor is replaced."""
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+    from vllm.model_executor.layers.quantization import fp8
+
+    assert fp8.select_fp8_moe_backend is oracle.select_fp8_moe_backend
+    assert oracle.select_fp8_moe_backend.__module__.startswith("vllm.")
+    assert fp8.Fp8MoEMethod.__init__.__globals__ is vars(fp8)
+
+
+@pytest.mark.parametrize("expert_parallel", [True, False], ids=["ep", "tp"])
+@pytest.mark.parametrize("scheme", ["channel", "block"])
+def test_shards_land_through_vllms_loader(
+    scheme: str, expert_parallel: bool, vllm_config: Callable[..., Any], mesh: Callable[..., Any]
+) -> None:
+    built = build(vllm_config(scheme, expert_parallel=expert_parallel), mesh(8))
+    weights = random_weights(scheme)
+    load(built, weights)
+    import torch
+
+    held = built.layer.w13_weight.data.view(torch.uint8).numpy(), built.layer.w2_weight.data.view(torch.uint8).numpy()
+    assert np.array_equal(held[0], weights.w13.view(np.uint8))
+    assert np.array_equal(held[1], weights.w2.view(np.uint8))
+    name = "weight_scale_inv" if scheme == "block" else "weight_scale"
+    assert np.array_equal(getattr(built.layer, f"w13_{name}").data.numpy().squeeze(), weights.w13_scale)
+    assert np.array_equal(getattr(built.layer, f"w2_{name}").data.numpy().squeeze(), weights.w2_scale)
+
+
+@pytest.mark.parametrize("recipe", ["w8a16", "w8a8"])
+@pytest.mark.parametrize("scheme", ["channel", "block"])
+def test_apply_equals_the_reference_on_eight_devices(
+    scheme: str, recipe: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ISOMOE_TPU_RECIPE", recipe)
+    built, weights = build(vllm_config(scheme), mesh(8)), random_weights(scheme)
+    load(built, weights)
+    process(built)
+    assert built.method.ep_layer is not None, "the kernel did not take the layer"
+    x, logits = batch()
+    got = run(built, mesh(8), x, logits, jit=True)
+    same, truth = expected(weights, x, logits, recipe)
+    assert got.dtype == BF16 and got.shape == x.shape
+    assert rel_l2(got, same) <= TO_RECIPE.bound
+    assert rel_l2(got, truth) <= to_truth(recipe, "bf16").bound

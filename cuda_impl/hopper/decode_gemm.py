@@ -187,8 +187,10 @@ def _main_loop(
     cols = row0 + gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
     lo_ptr = w_scale_ptr + (expert * N_BLOCKS + nb) * K_STEPS
     hi_ptr = lo_ptr + (N_BLOCKS // HALVES) * K_STEPS
+    # The tensor core's fp8 accumulator truncates, so a product leaves it after 128 columns; fp16's does not.
+    PROMOTE: gl.constexpr = BLOCK or not A16
+    zero = gl.zeros([128, TOKENS], gl.float32, MMA)
     if BLOCK:
-        zero = gl.zeros([128, TOKENS], gl.float32, MMA)
         s_lo = gl.load(lo_ptr)
         s_hi = gl.load(hi_ptr) if GATED else s_lo
         if A16:
@@ -208,20 +210,25 @@ def _main_loop(
         mbarrier.wait(full.index(slot), phase)
         if GIVE:
             mbarrier.arrive(turn, count=1, pred=k == K_STEPS - 1)
-        if BLOCK:
+        if PROMOTE:
             d = _multiply(w_bufs.index(slot * HALVES), x, zero, False, A16, MMA)
             if GATED:
                 d_hi = _multiply(w_bufs.index(slot * HALVES + 1), x, zero, False, A16, MMA)
                 d, d_hi = warpgroup_mma_wait(0, deps=[d, d_hi])
-                mbarrier.arrive(empty.index(slot), count=1)
-                hi += d_hi * (sx * s_hi)[None, :]
+                if BLOCK:
+                    hi += d_hi * (sx * s_hi)[None, :]
+                else:
+                    hi += d_hi
             else:
                 d = warpgroup_mma_wait(0, deps=[d])
-                mbarrier.arrive(empty.index(slot), count=1)
-            lo += d * (sx * s_lo)[None, :]
-            s_lo = lo_next
-            s_hi = hi_next
-            sx = sx_next
+            mbarrier.arrive(empty.index(slot), count=1)
+            if BLOCK:
+                lo += d * (sx * s_lo)[None, :]
+                s_lo = lo_next
+                s_hi = hi_next
+                sx = sx_next
+            else:
+                lo += d
         else:
             lo = _multiply(w_bufs.index(slot * HALVES), x, lo, True, A16, MMA)
             if GATED:

@@ -13,36 +13,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .plan import TILE_FIELDS, RowPlan, write_offsets
-from .rows import fp8_scale
-
-MODES = ("group", "token", "fp16", "none")
-
+from .rows import encode_row, row_buffers, store_scale
 
 @triton.jit
 def _store_row(v, cols, inside, row, q_ptr, scale_ptr, D: tl.constexpr, MODE: tl.constexpr):
-    """Write one f32 row ``[GROUPS_P, 128]`` in the form that MODE names."""
-    GROUPS: tl.constexpr = (D + 127) // 128
-    absmax = tl.max(tl.abs(v), axis=1)
-    at = q_ptr + row.to(tl.int64) * D + cols
-    if MODE == "fp16":
-        # The largest magnitude lands in [2^14, 2^15): a power of two, so bf16's eight bits survive.
-        bits = tl.max(absmax, axis=0).to(tl.int32, bitcast=True) >> 23
-        exponent = tl.maximum(bits - 14, 1)
-        inv = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        tl.store(at, (v * inv).to(tl.float16), mask=inside)
-        tl.store(scale_ptr + row, (exponent << 23).to(tl.float32, bitcast=True))
-    else:
-        if MODE == "token":
-            absmax = tl.zeros_like(absmax) + tl.max(absmax, axis=0)
-        scale = fp8_scale(absmax)
-        inv = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-        # The conversion saturates at 448 and keeps NaN.
-        tl.store(at, (v * inv[:, None]).to(tl.float8e4nv), mask=inside)
-        if MODE == "token":
-            tl.store(scale_ptr + row, tl.max(scale, axis=0))
-        else:
-            group = tl.arange(0, absmax.shape[0])
-            tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
+    q, scale = encode_row(v, MODE)
+    tl.store(q_ptr + row.to(tl.int64) * D + cols, q, mask=inside)
+    store_scale(scale_ptr, row, scale, (D + 127) // 128, MODE)
 
 
 @triton.jit
@@ -115,7 +92,7 @@ def _prologue_kernel(
             count = tl.histogram(tl.where(valid, key, 0), E_P * S_P, mask=valid)
             write_offsets(
                 tl.reshape(count, [E_P, S_P]), None, tiles_ptr, counts_ptr, seg_slot_ptr, None,
-                E, SLOTS, E_P, S_P, 1, TILE, FIELDS,
+                E, SLOTS, E_P, S_P, 1, 1, TILE, FIELDS,
             )  # fmt: skip
     else:
         mine = tl.sum(tl.where(index == me, key, 0), axis=0)
@@ -187,15 +164,11 @@ def _hidden_kernel(
                 )  # fmt: skip
 
 
-def _buffers(rows: int, d: int, mode: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.float16 if mode == "fp16" else torch.float8_e4m3fn
-    q = torch.empty((rows, d), dtype=dtype, device=device)
-    shape = (rows, triton.cdiv(d, 128)) if mode == "group" else (rows,)
-    return q, torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def _rank_tile(ranks: int, d: int) -> dict[str, int]:
-    return {"BR": min(16, ranks), "BD": min(1024, triton.next_power_of_2(d))} if ranks else {"BR": 1, "BD": 1}
+def _rank_tile(rows: int, ranks: int, d: int) -> dict[str, int]:
+    """Ranks and columns a program takes at once; few rows need narrow tiles to fill the chip."""
+    if not ranks:
+        return {"BR": 1, "BD": 1}
+    return {"BR": min(4 if rows * ranks <= 4096 else 16, ranks), "BD": min(1024, triton.next_power_of_2(d))}
 
 
 def prologue(
@@ -244,10 +217,10 @@ def prologue(
         seg_rows=None,
         row_expert=i32(pairs) if num_slots else None,
     )
-    q, scale = _buffers(pairs, h, mode, x.device)
+    q, scale = row_buffers(pairs, h, mode, x.device)
     ranks = a13.shape[2] * a13.shape[3] if a13 is not None else 0
     shrunk = torch.empty((pairs, ranks), dtype=torch.bfloat16, device=x.device) if ranks else None
-    sizes = _rank_tile(ranks, h)
+    sizes = _rank_tile(pairs, ranks, h)
     _prologue_kernel[(pairs + 1, triton.cdiv(ranks, sizes["BR"]) if ranks else 1)](
         x,
         topk_ids,
@@ -298,10 +271,10 @@ def hidden_rows(
     rows, n = h.shape
     q = scale = None
     if mode != "none":
-        q, scale = _buffers(rows, n, mode, h.device)
+        q, scale = row_buffers(rows, n, mode, h.device)
     ranks = a2.shape[2] if a2 is not None else 0
     shrunk = torch.empty((rows, ranks), dtype=torch.bfloat16, device=h.device) if ranks else None
-    sizes = _rank_tile(ranks, n)
+    sizes = _rank_tile(rows, ranks, n)
     _hidden_kernel[(rows, triton.cdiv(ranks, sizes["BR"]) if ranks else 1)](
         h,
         a2 if a2 is not None else h,

@@ -9,13 +9,18 @@ import torch
 
 from .decode_gemm import decode_gemm
 from .decode_rows import hidden_rows, prologue
+from .gemv import one_token
 from .plan import plan_rows
 from .prefill_gemm import ROW_ALIGN, TILE_ROWS, grouped_gemm
-from .rows import combine, quantize_rows, scatter_quantize
+from .regime import Regime, choose
+from .rows import combine, quantize_rows, scatter_rows
 from .shrink import shrink
 
 ACTIVATIONS = ("silu", "gelu_tanh", "swigluoai")
 RANKS = (16, 32, 64, 128)
+RECIPES = ("w8a8", "w8a16")
+# Up to here every program of the first decode launch finds its own row; the scan is quadratic, so then a sort is better.
+SCAN_PAIRS = 2048
 
 
 @dataclass(frozen=True)
@@ -111,59 +116,168 @@ def prepare_weights(
     )
 
 
-def _prefill(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    weights: HopperWeights,
-    adapters: HopperAdapters | None,
-    slots: torch.Tensor | None,
-    expert_map: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Sort, permute and quantise, w13, w2, combine; every launch reads its extent from the plan on the device."""
-    experts, i2, h = weights.w13.shape
-    i = i2 // 2
-    pairs = topk_ids.numel()
-    block = weights.scheme == "block"
-    num_slots = adapters.a13.shape[0] if adapters is not None else 0
+def prepare_adapters(a13: torch.Tensor, b13: torch.Tensor, a2: torch.Tensor, b2: torch.Tensor) -> HopperAdapters:
+    """Check stacked matrices (shapes as in `HopperAdapters`; a unit axis for the single half of w2 is dropped).
+
+    Raises:
+      ValueError, TypeError: what came does not fit; the message names the argument.
+    """
+    a2 = a2.squeeze(2) if a2.ndim == 5 else a2
+    b2 = b2.squeeze(2) if b2.ndim == 5 else b2
+    if b13.ndim != 5 or b13.shape[2] != 2:
+        raise ValueError(f"b13: got {list(b13.shape)}, want [S, E, 2, I, r]")
+    s, e, _, i, r = b13.shape
+    if r not in RANKS:
+        raise ValueError(f"b13: got rank {r}, want one of {RANKS} (pad with zeros)")
+    h = a13.shape[-1]
+    for name, t, shapes in (
+        ("a13", a13, ((s, e, 2, r, h), (s, 1, 2, r, h))),
+        ("b13", b13, ((s, e, 2, i, r),)),
+        ("a2", a2, ((s, e, r, i),)),
+        ("b2", b2, ((s, e, h, r), (s, 1, h, r))),
+    ):
+        if t.dtype != torch.bfloat16:
+            raise TypeError(f"{name}: got {t.dtype}, want torch.bfloat16")
+        if tuple(t.shape) not in shapes:
+            raise ValueError(f"{name}: got {list(t.shape)}, want {' or '.join(str(list(w)) for w in shapes)}")
+        if not t.is_contiguous():
+            raise ValueError(f"{name}: got a non-contiguous tensor, want a contiguous one")
+    return HopperAdapters(a13, b13, a2, b2)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A checked call: what every chain needs."""
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    weights: HopperWeights
+    adapters: HopperAdapters | None
+    slots: torch.Tensor | None
+    expert_map: torch.Tensor | None
+    out: torch.Tensor
+    a16: bool
+    promote: bool
+
+    @property
+    def block(self) -> bool:
+        return self.weights.scheme == "block"
+
+    @property
+    def experts(self) -> int:
+        return self.weights.w13.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.weights.w2.shape[2]
+
+    @property
+    def num_slots(self) -> int:
+        return self.adapters.a13.shape[0] if self.adapters is not None else 0
+
+    @property
+    def mode(self) -> str:
+        return "fp16" if self.a16 else "group" if self.block else "token"
+
+    def lora(self, name: str) -> torch.Tensor | None:
+        return getattr(self.adapters, name) if self.adapters is not None else None
+
+    def bf16(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.x.device)
+
+    def quantised_hidden(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        q = torch.empty((rows, self.hidden), dtype=torch.float8_e4m3fn, device=self.x.device)
+        return q, torch.empty((rows, -(-self.hidden // 128)), dtype=torch.float32, device=self.x.device)
+
+
+def _sorted_rows(call: _Call, align: int, tile: int):
+    """Sort, permute and encode the rows, and shrink the adapter rows, with the launches that suit large batches."""
     plan = plan_rows(
-        topk_ids,
-        num_experts=experts,
-        align=ROW_ALIGN,
-        tile=TILE_ROWS,
-        expert_map=expert_map,
-        slots=slots,
-        num_slots=num_slots,
+        call.topk_ids, num_experts=call.experts, align=align, tile=tile, expert_map=call.expert_map, slots=call.slots,
+        num_slots=call.num_slots,
+    )  # fmt: skip
+    xq, xs = scatter_rows(
+        call.x, call.topk_ids.shape[1], plan, mode=call.mode, slots=call.slots, num_slots=call.num_slots
     )
-    xq, xs = scatter_quantize(x, topk_ids.shape[1], plan, grouped=block, slots=slots, num_slots=num_slots)
     s13 = None
-    if adapters is not None:
-        s13 = shrink(x, adapters.a13, plan, pairs, gather=True, experts=experts)
-    bf16 = {"dtype": torch.bfloat16, "device": x.device}
-    hidden = None if block and adapters is None else torch.empty((plan.rows, i), **bf16)
-    hq = hs = None
-    if block:
-        hq = torch.empty((plan.rows, i), dtype=torch.float8_e4m3fn, device=x.device)
-        hs = torch.empty((plan.rows, -(-i // 128)), dtype=torch.float32, device=x.device)
+    if call.adapters is not None:
+        s13 = shrink(call.x, call.adapters.a13, plan, call.topk_ids.numel(), gather=True, experts=call.experts)
+    return plan, xq, xs, s13
+
+
+def _prefill(call: _Call) -> None:
+    """Sort, permute and quantise, w13, w2, combine; every launch reads its extent from the plan on the device."""
+    weights = call.weights
+    plan, xq, xs, s13 = _sorted_rows(call, ROW_ALIGN, TILE_ROWS)
+    hidden = None if call.block and call.adapters is None else call.bf16(plan.rows, call.hidden)
+    hq, hs = call.quantised_hidden(plan.rows) if call.block else (None, None)
     grouped_gemm(
-        xq, xs, weights.w13, weights.w13_scale, plan, block=block, activation=weights.activation, out=hidden,
-        q=hq, q_scale=hs, lora_b=adapters.b13 if adapters is not None else None, shrunk=s13,
+        xq, xs, weights.w13, weights.w13_scale, plan, block=call.block, activation=weights.activation, out=hidden,
+        q=hq, q_scale=hs, lora_b=call.lora("b13"), shrunk=s13, promote=call.promote,
     )  # fmt: skip
     s2 = None
-    if adapters is not None:
-        s2 = shrink(hidden, adapters.a2, plan, pairs, gather=False, experts=experts)
-    if not block:
+    if call.adapters is not None:
+        s2 = shrink(hidden, call.adapters.a2, plan, call.topk_ids.numel(), gather=False, experts=call.experts)
+    if not call.block:
         hq, hs = quantize_rows(hidden, plan)
-    rows = torch.empty((plan.rows, h), **bf16)
+    rows = call.bf16(plan.rows, call.x.shape[1])
     grouped_gemm(
-        hq, hs, weights.w2, weights.w2_scale, plan, block=block, activation=None, out=rows,
-        lora_b=adapters.b2 if adapters is not None else None, shrunk=s2,
+        hq, hs, weights.w2, weights.w2_scale, plan, block=call.block, activation=None, out=rows,
+        lora_b=call.lora("b2"), shrunk=s2, promote=call.promote,
     )  # fmt: skip
-    combine(rows, topk_weights, plan.pos, out)
+    combine(rows, call.topk_weights, plan.pos, call.out)
 
 
-def _decode(
+def _decode(call: _Call, unit: int) -> None:
+    """Four launches (five where hidden rows need a pass of their own), each started before the one ahead has ended."""
+    weights = call.weights
+    pairs = call.topk_ids.numel()
+    scan = pairs <= SCAN_PAIRS
+    if scan:
+        plan, xq, xs, s13 = prologue(
+            call.x, call.topk_ids, num_experts=call.experts, mode=call.mode, tile=unit, expert_map=call.expert_map,
+            slots=call.slots, a13=call.lora("a13"),
+        )  # fmt: skip
+    else:
+        plan, xq, xs, s13 = _sorted_rows(call, 1, unit)
+    fused = call.block and not call.a16
+    hidden = None if fused and call.adapters is None else call.bf16(plan.rows, call.hidden)
+    hq, hs = call.quantised_hidden(plan.rows) if fused else (None, None)
+    decode_gemm(
+        xq, xs, weights.w13, weights.w13_scale, plan, block=call.block, activation=weights.activation, tokens=unit,
+        out=hidden, q=hq, q_scale=hs, lora_b=call.lora("b13"), shrunk=s13,
+    )  # fmt: skip
+    s2 = None
+    early = True
+    if hidden is not None:
+        mode = "none" if fused else call.mode
+        if scan or call.adapters is None:
+            codes, scales, s2 = hidden_rows(hidden, plan, mode=mode, a2=call.lora("a2"))
+        else:
+            s2 = shrink(hidden, call.adapters.a2, plan, pairs, gather=False, experts=call.experts)
+            codes, scales, _ = hidden_rows(hidden, plan, mode=mode) if not fused else (None, None, None)
+        if not fused:
+            hq, hs = codes, scales
+    rows = call.bf16(plan.rows, call.x.shape[1])
+    decode_gemm(
+        hq, hs, weights.w2, weights.w2_scale, plan, block=call.block, activation=None, tokens=unit, out=rows,
+        lora_b=call.lora("b2"), shrunk=s2, early=early,
+    )  # fmt: skip
+    combine(rows, call.topk_weights, plan.pos, call.out, pdl=True)
+
+
+def _one_token(call: _Call) -> None:
+    weights, adapters = call.weights, call.adapters
+    one_token(
+        call.x, call.topk_weights, call.topk_ids, weights.w13, weights.w13_scale, weights.w2, weights.w2_scale,
+        call.out, block=call.block, activation=weights.activation, quantised=not call.a16, expert_map=call.expert_map,
+        slots=call.slots,
+        lora=(adapters.a13, adapters.b13, adapters.a2, adapters.b2) if adapters is not None else None,
+    )  # fmt: skip
+
+
+def _check(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -171,44 +285,34 @@ def _decode(
     adapters: HopperAdapters | None,
     slots: torch.Tensor | None,
     expert_map: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    a16: bool,
-    tokens: int,
+    recipe: str,
 ) -> None:
-    """Four launches (five where hidden rows need a pass of their own), each started before the one ahead has ended."""
-    experts, i2, h = weights.w13.shape
-    i = i2 // 2
-    block = weights.scheme == "block"
-    mode = "fp16" if a16 else "group" if block else "token"
-    plan, xq, xs, s13 = prologue(
-        x, topk_ids, num_experts=experts, mode=mode, tile=tokens, expert_map=expert_map, slots=slots,
-        a13=adapters.a13 if adapters is not None else None,
-    )  # fmt: skip
-    fused = block and not a16
-    bf16 = {"dtype": torch.bfloat16, "device": x.device}
-    hidden = None if fused and adapters is None else torch.empty((plan.rows, i), **bf16)
-    hq = hs = s2 = None
-    if fused:
-        hq = torch.empty((plan.rows, i), dtype=torch.float8_e4m3fn, device=x.device)
-        hs = torch.empty((plan.rows, -(-i // 128)), dtype=torch.float32, device=x.device)
-    decode_gemm(
-        xq, xs, weights.w13, weights.w13_scale, plan, block=block, activation=weights.activation, tokens=tokens,
-        out=hidden, q=hq, q_scale=hs, lora_b=adapters.b13 if adapters is not None else None, shrunk=s13,
-    )  # fmt: skip
-    if hidden is not None:
-        quantised = hidden_rows(
-            hidden, plan, mode="none" if fused else mode, a2=adapters.a2 if adapters is not None else None
-        )
-        s2 = quantised[2]
-        if not fused:
-            hq, hs = quantised[:2]
-    rows = torch.empty((plan.rows, h), **bf16)
-    decode_gemm(
-        hq, hs, weights.w2, weights.w2_scale, plan, block=block, activation=None, tokens=tokens, out=rows,
-        lora_b=adapters.b2 if adapters is not None else None, shrunk=s2, early=True,
-    )  # fmt: skip
-    combine(rows, topk_weights, plan.pos, out, pdl=True)
+    ints = (torch.int32, torch.int64)
+    h = weights.w13.shape[2]
+
+    def want(name: str, t: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+        if t.dtype not in dtypes:
+            raise TypeError(f"{name}: got {t.dtype}, want {' or '.join(map(str, dtypes))}")
+        if t.ndim != len(shape) or any(w not in (None, g) for w, g in zip(shape, t.shape, strict=True)):
+            raise ValueError(f"{name}: got shape {list(t.shape)}, want {list(shape)}")
+        if t.device != x.device:
+            raise ValueError(f"{name}: got device {t.device}, want x's {x.device}")
+        if not t.is_contiguous():
+            raise ValueError(f"{name}: got a non-contiguous tensor, want a contiguous one")
+
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe: got {recipe!r}, want one of {RECIPES}")
+    want("x", x, (None, h), (torch.bfloat16,))
+    want("topk_ids", topk_ids, (x.shape[0], None), ints)
+    want("topk_weights", topk_weights, tuple(topk_ids.shape), (torch.float32,))
+    if (adapters is None) != (slots is None):
+        raise ValueError("adapter_slots: got one of adapters and adapter_slots, want both or neither")
+    if slots is not None:
+        want("adapter_slots", slots, (x.shape[0],), ints)
+    if adapters is not None and adapters.b13.shape[1:4] != (weights.w13.shape[0], 2, weights.w13.shape[1] // 2):
+        raise ValueError(f"adapters: got b13 {list(adapters.b13.shape)}, want it to fit w13 {list(weights.w13.shape)}")
+    if expert_map is not None:
+        want("expert_map", expert_map, (None,), ints)
 
 
 def hopper_fused_moe(
@@ -221,16 +325,49 @@ def hopper_fused_moe(
     adapter_slots: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     recipe: str = "w8a8",
+    promote: bool = False,
+    regime: Regime | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """One FP8 MoE layer after routing; nothing is read back to the host, so it can be captured in a CUDA graph.
+
+    Args:
+      x: bf16 ``[T, H]``.
+      topk_weights: f32 ``[T, K]``; topk_ids: int32 or int64 ``[T, K]``. An id outside ``[0, E_global)``, or one that
+        `expert_map` sends to -1, is skipped.
+      weights: from `prepare_weights`; ``E`` local experts.
+      adapters: stacked LoRA matrices, with `adapter_slots`, int ``[T]``: a slot, or -1 for base.
+      expert_map: int ``[E_global]``: local index or -1.
+      recipe: "w8a8" quantises activations (1x128 for block scales, else per token); "w8a16" keeps them.
+      promote: see `prefill_gemm.grouped_gemm`; concerns large batches with channel scales only.
+      regime: force a chain (tests, batch invariance); None chooses.
+      out: bf16 ``[T, H]`` to write to.
+
+    Returns:
+      bf16 ``[T, H]``: ``sum_k w[t, k] * expert(x_t)``, summed in float32 in the order of k.
+
+    Raises:
+      ValueError, TypeError: what came does not fit; the message names the argument.
+    """
+    _check(x, topk_weights, topk_ids, weights, adapters, adapter_slots, expert_map, recipe)
     out = torch.empty_like(x) if out is None else out
     tokens, topk = topk_ids.shape
     if not tokens:
         return out
-    args = (x, topk_weights, topk_ids, weights, adapters, adapter_slots, expert_map, out)
-    if tokens * topk <= 2048 or recipe == "w8a16":
-        mean = tokens * topk / (expert_map.shape[0] if expert_map is not None else weights.w13.shape[0])
-        _decode(*args, a16=recipe == "w8a16", tokens=16 if mean <= 12 or recipe == "w8a16" else 32)
+    call = _Call(
+        x, topk_weights, topk_ids, weights, adapters, adapter_slots, expert_map, out, recipe == "w8a16", promote
+    )
+    experts = expert_map.shape[0] if expert_map is not None else call.experts
+    if regime is None:
+        regime = choose(tokens, topk, experts, w8a16=call.a16, block=call.block)
+    if regime.chain == "prefill":
+        if call.a16:
+            raise ValueError("regime: got 'prefill' with recipe 'w8a16', want 'decode' or 'one_token'")
+        _prefill(call)
+    elif regime.chain == "decode":
+        _decode(call, regime.rows)
     else:
-        _prefill(*args)
+        if tokens != 1:
+            raise ValueError(f"regime: got 'one_token' with {tokens} tokens, want 1")
+        _one_token(call)
     return out

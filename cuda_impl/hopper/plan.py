@@ -63,6 +63,7 @@ def _count_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -78,6 +79,8 @@ def _count_kernel(
         slot = tl.load(slots_ptr + pair // K, mask=inside, other=-1).to(tl.int32)
         slot = tl.where((slot >= 0) & (slot < SLOTS), slot, -1)
         bin = expert * (SLOTS + 1) + slot + 1
+    # Neighbouring lanes count in different bins, or many atomics would queue at one address.
+    bin = bin * SPLIT + pair % SPLIT
     rank = tl.atomic_add(counts_ptr + bin, 1, mask=valid, sem="relaxed")
     tl.store(pair_bin_ptr + pair, tl.where(valid, bin, -1), mask=inside)
     tl.store(pair_rank_ptr + pair, rank, mask=inside)
@@ -85,7 +88,7 @@ def _count_kernel(
 
 @triton.jit
 def write_offsets(
-    count,
+    parts,
     bin_start_ptr,
     tiles_ptr,
     counts_ptr,
@@ -95,20 +98,27 @@ def write_offsets(
     SLOTS: tl.constexpr,
     E_P: tl.constexpr,
     S_P: tl.constexpr,
+    SPLIT: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """From pairs a bin ``count [E_P, S_P]`` (base rows first) to first rows, tiles and segments; None skips a table."""
+    """From pairs a bin ``parts [E_P, S_P * SPLIT]`` to first rows, tiles and segments; None skips a table.
+
+    A (expert, slot) bin, base rows first, is SPLIT neighbouring columns of `parts`.
+    """
     e = tl.arange(0, E_P)
     s = tl.arange(0, S_P)
-    rows = tl.sum(count, axis=1)
+    rows = tl.sum(parts, axis=1)
     padded = (rows + ALIGN - 1) // ALIGN * ALIGN
     first = tl.cumsum(padded, axis=0) - padded
-    start = first[:, None] + tl.cumsum(count, axis=1) - count
     if bin_start_ptr is not None:
-        inside = (e < E)[:, None] & (s < SLOTS + 1)[None, :]
-        tl.store(bin_start_ptr + e[:, None] * (SLOTS + 1) + s[None, :], start, mask=inside)
+        part = tl.arange(0, S_P * SPLIT)
+        inside = (e < E)[:, None] & (part < (SLOTS + 1) * SPLIT)[None, :]
+        at = bin_start_ptr + e[:, None] * ((SLOTS + 1) * SPLIT) + part[None, :]
+        tl.store(at, first[:, None] + tl.cumsum(parts, axis=1) - parts, mask=inside)
+    count = tl.sum(tl.reshape(parts, [E_P, S_P, SPLIT]), axis=2)
+    start = first[:, None] + tl.cumsum(count, axis=1) - count
     n_tiles = (rows + TILE - 1) // TILE
     tile0 = tl.cumsum(n_tiles, axis=0) - n_tiles
     tl.store(counts_ptr, tl.sum(n_tiles, axis=0))
@@ -153,17 +163,19 @@ def _offsets_kernel(
     SLOTS: tl.constexpr,
     E_P: tl.constexpr,
     S_P: tl.constexpr,
+    SPLIT: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
     e = tl.arange(0, E_P)
-    s = tl.arange(0, S_P)
-    inside = (e < E)[:, None] & (s < SLOTS + 1)[None, :]
-    count = tl.load(bins_ptr + e[:, None] * (SLOTS + 1) + s[None, :], mask=inside, other=0)
+    part = tl.arange(0, S_P * SPLIT)
+    inside = (e < E)[:, None] & (part < (SLOTS + 1) * SPLIT)[None, :]
+    parts = tl.load(bins_ptr + e[:, None] * ((SLOTS + 1) * SPLIT) + part[None, :], mask=inside, other=0)
     write_offsets(
-        count, bin_start_ptr, tiles_ptr, counts_ptr, seg_slot_ptr, seg_rows_ptr, E, SLOTS, E_P, S_P, ALIGN, TILE, FIELDS
-    )
+        parts, bin_start_ptr, tiles_ptr, counts_ptr, seg_slot_ptr, seg_rows_ptr,
+        E, SLOTS, E_P, S_P, SPLIT, ALIGN, TILE, FIELDS,
+    )  # fmt: skip
 
 
 def plan_rows(
@@ -190,7 +202,8 @@ def plan_rows(
     tokens, k = topk_ids.shape
     pairs = tokens * k
     device = topk_ids.device
-    bins = num_experts * (num_slots + 1)
+    split = 1 if pairs <= 4096 else max(1, 8 // triton.next_power_of_2(num_slots + 1))
+    bins = num_experts * (num_slots + 1) * split
     experts = min(pairs, num_experts)
     rows = -(-(pairs + experts * (align - 1)) // align) * align
     segments = min(pairs, num_experts * num_slots)
@@ -224,11 +237,12 @@ def plan_rows(
         E=num_experts,
         K=k,
         SLOTS=num_slots,
+        SPLIT=split,
         HAS_MAP=expert_map is not None,
         BLOCK=PAIRS_PER_PROGRAM,
         num_warps=8,
     )
-    area = triton.next_power_of_2(num_experts) * triton.next_power_of_2(num_slots + 1)
+    area = triton.next_power_of_2(num_experts) * triton.next_power_of_2(num_slots + 1) * split
     _offsets_kernel[(1,)](
         counters,
         plan.bin_start,
@@ -240,6 +254,7 @@ def plan_rows(
         SLOTS=num_slots,
         E_P=triton.next_power_of_2(num_experts),
         S_P=triton.next_power_of_2(num_slots + 1),
+        SPLIT=split,
         ALIGN=align,
         TILE=tile,
         FIELDS=TILE_FIELDS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over whole rows: permute and quantise the input, quantise the hidden rows, sum the experts' results."""
+"""Passes over whole rows: permute and encode the input, quantise the hidden rows, sum the experts' results."""
 
 from __future__ import annotations
 
@@ -21,6 +21,45 @@ def fp8_scale(absmax):
 
 
 @triton.jit
+def encode_row(v, MODE: tl.constexpr):
+    """One f32 row ``[GROUPS, 128]`` as MODE says: "group" and "token" fp8, "fp16" scaled by a power of two.
+
+    Returns:
+      codes ``[GROUPS, 128]`` and scales ``[GROUPS]`` (all equal except for "group").
+    """
+    absmax = tl.max(tl.abs(v), axis=1)
+    if MODE != "group":
+        absmax = tl.zeros_like(absmax) + tl.max(absmax, axis=0)
+    if MODE == "fp16":
+        # The largest magnitude lands in [2^14, 2^15): a power of two, so bfloat16's eight bits survive.
+        exponent = tl.maximum((absmax.to(tl.int32, bitcast=True) >> 23) - 14, 1)
+        inv = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        return (v * inv[:, None]).to(tl.float16), (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = fp8_scale(absmax)
+        inv = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        # The conversion saturates at 448 and keeps NaN.
+        return (v * inv[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def store_scale(scale_ptr, row, scale, GROUPS: tl.constexpr, MODE: tl.constexpr):
+    """Write a row's scales: ``[rows, GROUPS]`` for "group", else ``[rows]``."""
+    if MODE == "group":
+        group = tl.arange(0, scale.shape[0])
+        tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
+    else:
+        tl.store(scale_ptr + row, tl.max(scale, axis=0))
+
+
+def row_buffers(rows: int, d: int, mode: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised codes ``[rows, d]`` and scales of the mode."""
+    dtype = torch.float16 if mode == "fp16" else torch.float8_e4m3fn
+    shape = (rows, triton.cdiv(d, 128)) if mode == "group" else (rows,)
+    return torch.empty((rows, d), dtype=dtype, device=device), torch.empty(shape, dtype=torch.float32, device=device)
+
+
+@triton.jit
 def _scatter_kernel(
     x_ptr,
     slots_ptr,
@@ -35,23 +74,16 @@ def _scatter_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
-    GROUPED: tl.constexpr,
+    MODE: tl.constexpr,
     GROUPS_P: tl.constexpr,
 ):
-    """One program a token: read and quantise the row once, write it to every place its pairs have."""
+    """One program a token: read and encode the row once, write it to every place its pairs have."""
     GROUPS: tl.constexpr = (H + 127) // 128
     token = tl.program_id(0)
-    group = tl.arange(0, GROUPS_P)
-    cols = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    cols = tl.arange(0, GROUPS_P)[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = cols < H
     x = tl.load(x_ptr + token.to(tl.int64) * H + cols, mask=inside, other=0.0).to(tl.float32)
-    absmax = tl.max(tl.abs(x), axis=1)
-    if not GROUPED:
-        absmax = tl.zeros_like(absmax) + tl.max(absmax, axis=0)
-    scale = fp8_scale(absmax)
-    inv = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    # The conversion saturates at 448 and keeps NaN.
-    q = (x * inv[:, None]).to(tl.float8e4nv)
+    q, scale = encode_row(x, MODE)
     slot = -1
     if SLOTS > 0:
         slot = tl.load(slots_ptr + token).to(tl.int32)
@@ -62,10 +94,7 @@ def _scatter_kernel(
         if bin >= 0:
             row = tl.load(bin_start_ptr + bin) + tl.load(pair_rank_ptr + pair)
             tl.store(q_ptr + row.to(tl.int64) * H + cols, q, mask=inside)
-            if GROUPED:
-                tl.store(scale_ptr + row * GROUPS + group, scale, mask=group < GROUPS)
-            else:
-                tl.store(scale_ptr + row, tl.max(scale, axis=0))
+            store_scale(scale_ptr, row, scale, GROUPS, MODE)
             tl.store(row_token_ptr + row, token)
             if SLOTS > 0:
                 tl.store(row_slot_ptr + row, slot)
@@ -74,19 +103,19 @@ def _scatter_kernel(
             tl.store(pos_ptr + pair, -1)
 
 
-def scatter_quantize(
-    x: torch.Tensor, topk: int, plan: RowPlan, *, grouped: bool, slots: torch.Tensor | None, num_slots: int
+def scatter_rows(
+    x: torch.Tensor, topk: int, plan: RowPlan, *, mode: str, slots: torch.Tensor | None, num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise ``x [T, H]`` bf16 and write each token to its rows; completes `plan`.
+    """Encode ``x [T, H]`` bf16 and write each token to its rows; completes `plan`.
+
+    Args:
+      mode: "group" (fp8, a scale a 128 columns), "token" (fp8, one a row) or "fp16" (a power of two a row).
 
     Returns:
-      fp8 ``[rows, H]`` and f32 scales ``[rows]`` or, `grouped`, ``[rows, ceil(H/128)]``; padding rows are undefined.
+      codes ``[rows, H]`` and f32 scales ``[rows, ceil(H/128)]`` ("group") or ``[rows]``; padding rows are undefined.
     """
     tokens, h = x.shape
-    groups = triton.cdiv(h, 128)
-    q = torch.empty((plan.rows, h), dtype=torch.float8_e4m3fn, device=x.device)
-    shape = (plan.rows, groups) if grouped else (plan.rows,)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    q, scale = row_buffers(plan.rows, h, mode, x.device)
     _scatter_kernel[(tokens,)](
         x,
         slots if num_slots else x,
@@ -101,8 +130,8 @@ def scatter_quantize(
         H=h,
         K=topk,
         SLOTS=num_slots,
-        GROUPED=grouped,
-        GROUPS_P=triton.next_power_of_2(groups),
+        MODE=mode,
+        GROUPS_P=triton.next_power_of_2(triton.cdiv(h, 128)),
         num_warps=4 if h <= 4096 else 8,
     )
     return q, scale
@@ -187,3 +216,23 @@ def combine(
         num_warps=4,
         launch_pdl=pdl,
     )
+
+
+@triton.jit
+def _slots_kernel(ids_ptr, slot_ids_ptr, out_ptr, tokens, SLOTS: tl.constexpr, S_P: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, S_P)
+    adapter = tl.load(ids_ptr + token, mask=token < tokens, other=-1).to(tl.int32)
+    held = tl.load(slot_ids_ptr + slot, mask=slot < SLOTS, other=-1).to(tl.int32)
+    match = (adapter[:, None] == held[None, :]) & (adapter >= 0)[:, None]
+    tl.store(out_ptr + token, tl.max(tl.where(match, slot[None, :], -1), axis=1), mask=token < tokens)
+
+
+def slots_of(adapter_ids: torch.Tensor, slot_ids: torch.Tensor) -> torch.Tensor:
+    """Slot of each token's adapter, int32 ``[T]``: where ``slot_ids [S]`` holds the (global) id, -1 for base or unknown."""
+    out = torch.empty(adapter_ids.shape, dtype=torch.int32, device=adapter_ids.device)
+    slots = slot_ids.shape[0]
+    _slots_kernel[(triton.cdiv(adapter_ids.shape[0], 256),)](
+        adapter_ids, slot_ids, out, adapter_ids.shape[0], SLOTS=slots, S_P=triton.next_power_of_2(slots), BLOCK=256
+    )
+    return out

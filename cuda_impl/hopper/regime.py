@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chain of kernels serves a batch: a rule by rows an expert gets, overridden by measurements where it is wrong.
+
+The rule follows what bounds the layer. One token: weights once, nothing to sort, two launches. Few rows an expert:
+weights once, on the tensor core's M side, tiles of 16 or 32 rows. Many rows: arithmetic, rows on the M side, tiles of
+128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHAINS = ("one_token", "decode", "prefill")
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A chain, and the rows of a decode unit (16 or 32)."""
+
+    chain: str
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chain not in CHAINS:
+            raise ValueError(f"chain: got {self.chain!r}, want one of {CHAINS}")
+        if (self.chain == "decode") != (self.rows in (16, 32)):
+            raise ValueError(f"rows: got {self.rows} for chain {self.chain!r}, want 16 or 32 for 'decode', else 0")
+
+
+ONE_TOKEN = Regime("one_token")
+DECODE16 = Regime("decode", 16)
+DECODE32 = Regime("decode", 32)
+PREFILL = Regime("prefill")
+
+# The chain that gives the same bits at every batch size (rows are computed alone in it, as in the others).
+INVARIANT = PREFILL
+
+# Mean rows an expert up to which a decode unit of 16 rows, then one of 32, is the faster.
+ROWS_16 = 12
+ROWS_32 = 24
+
+
+def choose(tokens: int, topk: int, experts: int, *, w8a16: bool, block: bool) -> Regime:
+    """The regime of a batch.
+
+    Args:
+      tokens: T; topk: K.
+      experts: experts routed over (all ranks').
+      w8a16: weights widened, activations kept; served by the first two chains only.
+      block: block scales.
+    """
+    if tokens == 1 and topk <= 8:
+        return ONE_TOKEN
+    mean = tokens * topk / experts
+    if w8a16:
+        # With block scales a 32-row unit's accumulators, temporaries and widened weights do not fit in registers.
+        return DECODE16 if block or mean <= ROWS_16 else DECODE32
+    if mean <= ROWS_16:
+        return DECODE16
+    return DECODE32 if mean <= ROWS_32 else PREFILL

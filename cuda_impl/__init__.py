@@ -17,7 +17,7 @@ _EXPORTS = {
     "prepare_weights": "prepare",
 }
 
-__all__ = sorted(_EXPORTS)
+__all__ = ["AdapterSlots", "PreparedWeights", "fused_moe", "prepare_adapters", "prepare_weights"]
 
 if TYPE_CHECKING:
     from .moe import fused_moe

@@ -140,7 +140,13 @@ def target_of(device: torch.device) -> Target:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3, **constexprs: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    **constexprs: Any,
 ) -> None:
     """Run `kernel` over `grid`; `arguments` are its runtime parameters by name, in its order."""
     if _recorder is not None:

@@ -12,6 +12,7 @@ Compilation needs a process in which Triton is not interpreted: `aot_compile` st
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -202,9 +203,9 @@ def _compile(launch, capability: int) -> KernelReport:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    shown = {k: v for k, v in launch.constexprs.items()}
-    report = lambda **kw: KernelReport(  # noqa: E731
-        launch.kernel.fn.__name__, shown, num_warps=launch.num_warps, num_stages=launch.num_stages, **kw
+    report = functools.partial(
+        KernelReport, launch.kernel.fn.__name__, dict(launch.constexprs), num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
     try:
         compiled = triton.compile(
@@ -250,7 +251,8 @@ def _run_request(request: dict) -> list[AotReport]:
                 getattr(v, "dtype", (v == 1, v % 16 == 0) if isinstance(v, int) else None)
                 for v in item.arguments.values()
             )
-            key = (item.kernel.fn.__name__, kinds, tuple(sorted(item.constexprs.items())), item.num_warps, item.num_stages)
+            constexprs = tuple(sorted(item.constexprs.items()))
+            key = (item.kernel.fn.__name__, kinds, constexprs, item.num_warps, item.num_stages)
             if key not in cache:
                 cache[key] = _compile(item, major * 10 + minor)
             kernels.append(cache[key])
@@ -260,7 +262,7 @@ def _run_request(request: dict) -> list[AotReport]:
             AotReport(
                 request["capability"], request["scheme"], name, tokens, request["max_loras"],
                 request["max_lora_rank"], limit, tuple(kernels),
-            )  # fmt: skip
+            )
         )
     return reports
 
@@ -272,7 +274,9 @@ def _table(report: AotReport) -> str:
     ]
     for k in report.kernels:
         tile = "x".join(str(k.constexprs[n]) for n in ("BLOCK_M", "BLOCK_N", "BLOCK_R", "BLOCK_K") if n in k.constexprs)
-        state = k.error.splitlines()[0] if k.error else f"shared {k.shared_bytes} regs {k.registers} spill {k.spill_bytes}"
+        state = f"shared {k.shared_bytes} regs {k.registers} spill {k.spill_bytes}"
+        if k.error:
+            state = k.error.splitlines()[0]
         lines.append(f"  {k.kernel:24} {tile:16} warps {k.num_warps} stages {k.num_stages}  {state}")
     return "\n".join(lines)
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ..common.checks import check_choice
 from ..common.placement import ExpertPlacement
-from ..common.recipes import Recipe, default_recipe
-from .moe import fused_moe
+from ..common.recipes import Recipe
+from .moe import fused_moe, resolve_recipe
 from .prepare import AdapterSlots, PreparedWeights
 from .quantize import quantize_rows
 
@@ -32,13 +32,6 @@ _WIRE = {"f32": torch.float32, "bf16": torch.bfloat16}
 def expert_map(placement: ExpertPlacement, rank: int, device: torch.device | str) -> torch.Tensor:
     """[E_global] int32: an expert's index among `rank`'s experts, or -1."""
     return torch.from_numpy(placement.expert_map(rank)).to(device)
-
-
-def _recipe(recipe: Recipe | str | None, weights: PreparedWeights) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    scheme = "bf16" if not weights.is_fp8 else "block" if weights.is_block else "channel"
-    return default_recipe(recipe, scheme, static_input=weights.w13_input_scale is not None)
 
 
 def _check_experts(placement: ExpertPlacement, weights: PreparedWeights, group: dist.ProcessGroup | None) -> int:
@@ -109,7 +102,9 @@ def _gather(local: torch.Tensor, counts: list[int], group: dist.ProcessGroup | N
     return torch.cat([parts[i, :n] for i, n in enumerate(counts)])
 
 
-def _reduce_scatter(partial: torch.Tensor, counts: list[int], rank: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _reduce_scatter(
+    partial: torch.Tensor, counts: list[int], rank: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """The sum over ranks of `partial`, this rank's rows of it."""
     most = max(counts)
     padded = partial.new_zeros((len(counts) * most, partial.shape[1]))
@@ -152,7 +147,7 @@ def fused_moe_gathered(
     """
     check_choice("wire", wire, _WIRE)
     rank = _check_experts(placement, weights, group)
-    declared = _recipe(recipe, weights)
+    declared = resolve_recipe(recipe, weights)
     if token_counts is None:
         count = torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device)
         counts_tensor = count.new_empty(placement.ep_size)
@@ -167,11 +162,8 @@ def fused_moe_gathered(
     x_scale = None
     if declared.name == "w8a8" and (adapters is None or declared.lora_input == "fp8"):
         assert declared.x_group is not None
-        x, x_scale = quantize_rows(x, declared.x_group, static_scale=weights.w13_input_scale) if len(x) else (
-            x.new_empty(x.shape, dtype=torch.uint8),
-            x.new_empty((0, -(-x.shape[1] // declared.x_group) if isinstance(declared.x_group, int) else 1), dtype=torch.float32),
-        )  # fmt: skip
-        x_scale = _gather(x_scale, token_counts, group)
+        x, scale = quantize_rows(x, declared.x_group, static_scale=weights.w13_input_scale)
+        x_scale = _gather(scale, token_counts, group)
     partial = fused_moe(
         _gather(x, token_counts, group),
         _gather(topk_weights, token_counts, group),

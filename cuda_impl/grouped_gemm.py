@@ -210,7 +210,9 @@ def choose_block_m(num_pairs: int, local_experts: int, target: Target) -> int:
     return 32 if rows <= 32 else 64 if rows <= 96 else 128
 
 
-def choose_config(block_m: int, halves: int, columns: int, two_level: bool, a_bytes: int, w_bytes: int, target: Target) -> GemmConfig:
+def choose_config(
+    block_m: int, halves: int, columns: int, two_level: bool, a_bytes: int, w_bytes: int, target: Target
+) -> GemmConfig:
     """Column tile, depth step, warps and stages that fit the target's shared memory."""
     if target.capability is None:
         return GemmConfig(min(128, next_power_of_2(max(columns, 16))), 128, 4, 1)
@@ -249,7 +251,6 @@ def grouped_gemm(
     a_scale: torch.Tensor | None = None,
     a_group: int = 0,
     w_scale: torch.Tensor | None = None,
-    block_scale: bool = False,
     bias: torch.Tensor | None = None,
     halves: int = 1,
     activation: str = "none",
@@ -263,7 +264,7 @@ def grouped_gemm(
       w: [E, halves * columns, depth] uint8 (e4m3) or bf16.
       out: [T*K, columns] bf16 or f32.
       a_scale: [M, 1] f32, or [M, ceil(depth / a_group)] with `a_group` > 0 (a multiple of 128).
-      w_scale: f32 [E, halves * columns], or with `block_scale` [E, halves * ceil(columns/128), ceil(depth/128)].
+      w_scale: f32 [E, halves * columns], or for 128 x 128 blocks [E, halves * ceil(columns/128), ceil(depth/128)].
       bias: [E, halves * columns] f32.
       activation: ``"none"`` or a name of `common.activations`.
       row_div: K where `a` holds one row a token, 1 where it holds one a pair.
@@ -276,6 +277,7 @@ def grouped_gemm(
         dot_kind = "bf16"
     else:
         dot_kind = "fp8" if a_kind == "e4m3" and target.native_fp8 else "f16"
+    block_scale = w_scale is not None and w_scale.dim() == 3
     two_level = a_group > 0 or block_scale
     config = choose_config(alignment.block_m, halves, columns, two_level, a.element_size(), w.element_size(), target)
     slots = 0 if lora is None else alignment.slots

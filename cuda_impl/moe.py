@@ -39,14 +39,18 @@ def _decode_group(code: int) -> Group:
 
 
 def _check_tensor(
-    label: str, value: torch.Tensor, device: torch.device, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+    label: str,
+    value: torch.Tensor,
+    device: torch.device,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{label}: got {type(value).__name__}, want a torch tensor")
     if value.dtype not in dtypes:
         want = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise TypeError(f"{label}: got dtype {str(value.dtype).removeprefix('torch.')}, want {want}")
-    if value.dim() != len(shape) or any(w is not None and w != g for w, g in zip(shape, value.shape)):
+    if value.dim() != len(shape) or any(w is not None and w != g for w, g in zip(shape, value.shape, strict=True)):
         want = "[" + ", ".join("any" if w is None else str(w) for w in shape) + "]"
         raise ValueError(f"{label}: got shape {list(value.shape)}, want {want}")
     if value.device != device:
@@ -136,12 +140,21 @@ def _report_ids(
     logger = logging.getLogger(__name__)
     bad = int(((topk_ids < 0) | (topk_ids >= experts)).sum())
     if bad:
-        logger.warning("isomoe: topk_ids: %d of %d ids are outside [0, %d) and are skipped", bad, topk_ids.numel(), experts)
+        total = topk_ids.numel()
+        logger.warning("isomoe: topk_ids: %d of %d ids are outside [0, %d) and are skipped", bad, total, experts)
     if adapters is not None and adapter_ids is not None:
         unknown = (adapter_ids[:, None] != adapters.slot_ids[None, :]).all(1) & (adapter_ids >= 0)
         if bool(unknown.any()):
             ids = sorted(set(adapter_ids[unknown].tolist()))
             logger.warning("isomoe: adapter_ids: ids %s are in no slot; their rows run as base rows", ids)
+
+
+def resolve_recipe(recipe: Recipe | str | None, weights: PreparedWeights) -> Recipe:
+    """`recipe` itself, or the weights' plain recipe of that name (None: their default)."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    scheme = "bf16" if not weights.is_fp8 else "block" if weights.is_block else "channel"
+    return default_recipe(recipe, scheme, static_input=weights.w13_input_scale is not None)
 
 
 def fused_moe(
@@ -183,10 +196,10 @@ def fused_moe(
     """
     if not isinstance(weights, PreparedWeights):
         raise TypeError(f"weights: got {type(weights).__name__}, want PreparedWeights (see prepare_weights)")
-    if not isinstance(recipe, Recipe):
-        scheme = "bf16" if not weights.is_fp8 else "block" if weights.is_block else "channel"
-        recipe = default_recipe(recipe, scheme, static_input=weights.w13_input_scale is not None)
-    _check(x, topk_weights, topk_ids, weights, activation, recipe, adapters, adapter_ids, expert_map, x_scale, out_dtype)
+    recipe = resolve_recipe(recipe, weights)
+    _check(
+        x, topk_weights, topk_ids, weights, activation, recipe, adapters, adapter_ids, expert_map, x_scale, out_dtype
+    )
     lora = adapters
     # Recording runs the chain itself on meta tensors, where the operator would only run its shape function.
     run = _fused_moe if _runtime.is_recording() else _fused_moe_op
@@ -298,7 +311,7 @@ def _fused_moe(
     h = torch.empty((pairs, inter), dtype=torch.bfloat16, device=x.device)
     grouped_gemm(
         a1, w13, h, alignment,
-        a_scale=s1, a_group=max(x_group, 0), w_scale=w13_scale, block_scale=w13_scale is not None and w13_scale.dim() == 3,
+        a_scale=s1, a_group=max(x_group, 0), w_scale=w13_scale,
         bias=w13_bias, halves=halves, activation=activation, row_div=top_k,
         lora=expand(x, a1, s1, x_group, a13, b13, top_k),
     )  # fmt: skip
@@ -307,7 +320,7 @@ def _fused_moe(
     o = torch.empty((pairs, hidden), dtype=rows_dtype, device=x.device)
     grouped_gemm(
         q2, w2, o, alignment,
-        a_scale=s2, a_group=max(h_group, 0), w_scale=w2_scale, block_scale=w2_scale is not None and w2_scale.dim() == 3,
+        a_scale=s2, a_group=max(h_group, 0), w_scale=w2_scale,
         bias=w2_bias, lora=expand(h, q2, s2, h_group, a2, b2, 1),
     )  # fmt: skip
     combine(o, topk_weights, alignment.pair_bin, out)

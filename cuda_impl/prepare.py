@@ -76,10 +76,9 @@ class PreparedWeights:
 
 def prepare_weights(weights: MoEWeights, device: torch.device | str) -> PreparedWeights:
     """Copy a layer's experts to `device`. Weight and scale bits stay as they are."""
+    s13, s2 = weights.w13_scale, weights.w2_scale
     if weights.scheme in ("channel", "tensor"):
         s13, s2 = weights.channel_scales()
-    else:
-        s13, s2 = weights.w13_scale, weights.w2_scale
 
     def put(a: np.ndarray | None) -> torch.Tensor | None:
         return None if a is None else to_torch(a, device)
@@ -149,8 +148,7 @@ class AdapterSlots:
         ):
             target = pool[slot].narrow(rank_axis, 0, r)
             source = to_torch(value.astype(ml_dtypes.bfloat16), pool.device)
-            same = [s in (t, 1) if i == 0 else s == t for i, (s, t) in enumerate(zip(source.shape, target.shape))]
-            if not all(same):
+            if source.shape[0] not in (1, target.shape[0]) or source.shape[1:] != target.shape[1:]:
                 raise ValueError(
                     f"adapter {adapter.adapter_id}: {label} has shape {list(source.shape)}, the slot takes "
                     f"{list(target.shape)} (1 expert where shared)"

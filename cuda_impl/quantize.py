@@ -130,6 +130,9 @@ def quantize_rows(
       codes [M, D] uint8 (e4m3fn bits) and f32 scales [M, 1] or [M, ceil(D / group)].
     """
     rows, columns = x.shape
+    if rows == 0:
+        groups = cdiv(columns, group) if isinstance(group, int) else 1
+        return x.new_empty((0, columns), dtype=torch.uint8), x.new_empty((0, groups), dtype=torch.float32)
     codes = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
     bins = codes if pair_bin is None else pair_bin
     if isinstance(group, int):

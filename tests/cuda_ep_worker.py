@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from isomoe.common.placement import ExpertPlacement
 from isomoe.tests.matrix import Case, Inputs, Shape, build
 

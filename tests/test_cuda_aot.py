@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from isomoe.common.config import FusedMoEConfig  # noqa: E402
-from isomoe.cuda_impl.aot import CAPABILITIES, aot_compile  # noqa: E402
+from isomoe.common.config import FusedMoEConfig
+from isomoe.cuda_impl.aot import CAPABILITIES, aot_compile
 
 # Production dimensions: one rank of Qwen3-30B and (an eighth of the experts of) Qwen3-Coder-480B.
 LAYERS = {"30b": FusedMoEConfig(128, 8, 2048, 768), "480b": FusedMoEConfig(20, 8, 6144, 2560)}
@@ -29,10 +29,10 @@ LAYERS = {"30b": FusedMoEConfig(128, 8, 2048, 768), "480b": FusedMoEConfig(20, 8
 )
 def test_compiles_and_fits(capability: str, layer: str, scheme: str, recipe: str, loras: int) -> None:
     reports = aot_compile(
-        capability, LAYERS[layer], [1, 512, 8192], scheme=scheme, recipe=recipe, max_loras=loras,
+        capability, LAYERS[layer], [64, 8192], scheme=scheme, recipe=recipe, max_loras=loras,
         max_lora_rank=64 if loras else 0,
     )  # fmt: skip
-    assert [r.num_tokens for r in reports] == [1, 512, 8192]
+    assert [r.num_tokens for r in reports] == [64, 8192]
     for report in reports:
         assert not report.failures, [f"{k.kernel}: {k.error or k.shared_bytes}" for k in report.failures]
         names = [k.kernel for k in report.kernels]

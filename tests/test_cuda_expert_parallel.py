@@ -17,6 +17,7 @@ from isomoe.common.metrics import rel_l2, worst_row  # noqa: E402
 from isomoe.tests.cuda_ep_worker import COUNTS, MIXED, PLAIN, RANKS, W8A16, worker  # noqa: E402
 from isomoe.tests.matrix import Case, build  # noqa: E402
 
+
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = str(tmp_path_factory.mktemp("ranks"))

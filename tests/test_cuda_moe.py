@@ -97,7 +97,8 @@ def test_experts_without_a_gate(activation: str) -> None:
 
 def test_non_gated_w8a16_with_one_tensor_scale() -> None:
     config = FusedMoEConfig(E, K, H, I, activation="relu2", is_act_and_mul=False)
-    _check("marlin", "w8a16", _weights("tensor", gated=False), config, tuple(_adapter(i, 8, halves=1) for i in (7, 42, 9)))
+    adapters = tuple(_adapter(i, 8, halves=1) for i in (7, 42, 9))
+    _check("marlin", "w8a16", _weights("tensor", gated=False), config, adapters)
 
 
 def test_static_activation_scales() -> None:
@@ -147,7 +148,7 @@ def test_poison_in_slots_never_leaks(scheme: str) -> None:
     dirty = prepare_adapters((), CONFIG, device=DEVICE, max_loras=5, max_lora_rank=64)
     for pool in (dirty.a13, dirty.b13, dirty.a2, dirty.b2):
         pool.fill_(float("nan"))
-    for slot, adapter in zip((4, 0, 2), ADAPTERS):
+    for slot, adapter in zip((4, 0, 2), ADAPTERS, strict=True):
         dirty.load(slot, adapter)
     assert torch.equal(_call(weights, adapters=dirty), _call(weights, adapters=clean))
 
@@ -185,7 +186,9 @@ def test_ids_are_global_and_slots_move() -> None:
     assert torch.equal(_call(weights, adapters=here, adapter_ids=ADAPTER_IDS.astype(np.int64)), want)
 
 
-def test_unloaded_and_unknown_ids_run_as_base_rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_unloaded_and_unknown_ids_run_as_base_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     weights = _weights("channel")
     slots = prepare_adapters(ADAPTERS, CONFIG, device=DEVICE)
     base, mixed = _call(weights), _call(weights, adapters=slots)
@@ -267,7 +270,9 @@ BAD_CALLS = {
     "x dtype": (TypeError, "x: got dtype float32", lambda a: a | {"x": a["x"].float()}),
     "x shape": (ValueError, r"x: got shape \[11, 255\]", lambda a: a | {"x": a["x"][:, 1:].contiguous()}),
     "x strides": (ValueError, "x: got strides", lambda a: a | {"x": a["x"].T.contiguous().T}),
-    "weights dtype": (TypeError, "topk_weights: got dtype bfloat16", lambda a: a | {"topk_weights": a["topk_weights"].bfloat16()}),
+    "weights dtype": (
+        TypeError, "topk_weights: got dtype bfloat16", lambda a: a | {"topk_weights": a["topk_weights"].bfloat16()}
+    ),
     "ids dtype": (TypeError, "topk_ids: got dtype float32", lambda a: a | {"topk_ids": a["topk_ids"].float()}),
     "ids rows": (ValueError, "topk_ids: got shape", lambda a: a | {"topk_ids": a["topk_ids"][:-1]}),
     "ids width": (ValueError, "topk_weights: got shape", lambda a: a | {"topk_ids": a["topk_ids"][:, :1].contiguous()}),

@@ -10,7 +10,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-
 from isomoe.common.config import FusedMoEConfig, FusedMoEParallelConfig
 from isomoe.tests.matrix import PRODUCTION
 from isomoe.tpu_impl import AotReport, aot_compile
@@ -82,7 +81,8 @@ def test_production_layers(name: str, tokens: int, loras: tuple[int, int], topol
 @pytest.mark.parametrize("topology", ["v6e:2x4", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("scheme", ["block", "tensor", "bf16"])
 def test_other_schemes(scheme: str, topology: str) -> None:
-    _check(aot_compile(topology, _production("qwen3-30b"), 64, scheme=scheme, max_loras=8, max_lora_rank=64, schedule=False))
+    layer = _production("qwen3-30b")
+    _check(aot_compile(topology, layer, 64, scheme=scheme, max_loras=8, max_lora_rank=64, schedule=False))
 
 
 @needs_libtpu

@@ -16,8 +16,6 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
-
 from isomoe.common.config import FusedMoEConfig  # noqa: E402
 from isomoe.common.executors import make_call  # noqa: E402
 from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2  # noqa: E402
@@ -29,6 +27,7 @@ from isomoe.tests.matrix import Case, Shape, build  # noqa: E402
 from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan  # noqa: E402
 from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor  # noqa: E402
 from isomoe.tpu_impl.spec import Blocks, LoRASpec  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -67,7 +66,7 @@ class Layer:
         self.case, self.inputs = case, build(case)
         config = case.config
         self.num_slots = slots if slots is not None else len(self.inputs.adapters)
-        rungs = tuple(h for h in (32, 64, 128) if h < rows) + (rows,)
+        rungs = (*(h for h in (32, 64, 128) if h < rows), rows)
         blocks = Blocks(
             bf or config.intermediate_size, rows, rungs, nbuf, xbuf, stage,
             (pairs or self.num_slots) if self.num_slots else 0,
@@ -197,6 +196,16 @@ def test_reduce_scatter_transport() -> None:
     assert rel_l2(layer.run(), layer.reference()) <= 1.5 * TO_RECIPE
 
 
+def test_fp8_result_rows() -> None:
+    """Codes and scales are the reference's own, and the device count still leaves no trace."""
+    case = Case("channel", "w8a8", "mixed", routing="skipped", ep=4, tokens=13)
+    layer = Layer(case, transport="push_fp8", settings=EAGER)
+    got = layer.run()
+    assert rel_l2(got, layer.reference(layer.recipe().with_wire("fp8"))) <= 2 * TO_RECIPE
+    assert rel_l2(got, layer.reference()) > 2 * TO_RECIPE
+    assert bitwise_equal(got, Layer(replace(case, ep=1), transport="push_fp8").run())
+
+
 @pytest.mark.parametrize("axes", [(("data", 2), ("ep", 4)), (("ep", 4), ("model", 1)), (("a", 1), ("ep", 4), ("b", 2))])
 def test_any_mesh_rank(axes: tuple[tuple[str, int], ...]) -> None:
     case = Case("channel", "w8a8", "mixed", ep=4, tokens=8)
@@ -261,7 +270,8 @@ def test_swapping_adapters_does_not_trace_again() -> None:
         other[name] = jnp.roll(layer.tensors[name], 1, axis=0)
     swapped = layer.run(check_races=False, tensors=other)
     assert ep_moe.interpreted_layer._cache_size() == traced
-    moved = layer.run(check_races=False, tensors=other, adapter_slots=jnp.where(layer.slots() < 0, -1, (layer.slots() + 1) % 3))
+    slots = layer.slots()
+    moved = layer.run(check_races=False, tensors=other, adapter_slots=jnp.where(slots < 0, -1, (slots + 1) % 3))
     assert ep_moe.interpreted_layer._cache_size() == traced
     assert not np.array_equal(swapped, before)
     assert bitwise_equal(moved, before)
@@ -302,9 +312,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 def test_static_scales_and_tensor_scheme() -> None:
     case = Case("tensor", "w8a8", tokens=12, shape=WIDE)
     layer = Layer(case, bf=128)
-    weights = replace(
-        layer.inputs.weights, w13_input_scale=np.full((1,), 0.01, np.float32), w2_input_scale=np.full((1,), 0.02, np.float32)
-    )
+    scales = {"w13_input_scale": np.full((1,), 0.01, np.float32), "w2_input_scale": np.full((1,), 0.02, np.float32)}
+    weights = replace(layer.inputs.weights, **scales)
     layer.build = replace(layer.build, static_scales=True)
     got = layer.run(act_scale=jnp.asarray(layout.activation_scales(weights)))
     want = layer.reference(Recipe("w8a8", "static", "static"), weights=weights)
@@ -315,10 +324,8 @@ def test_static_scales_and_tensor_scheme() -> None:
 def test_experts_without_a_gate(activation: str) -> None:
     rng = np.random.default_rng(1)
     config = FusedMoEConfig(4, 2, 256, 96, activation=activation, is_act_and_mul=False)
-    weights = quantize_moe_weights(
-        rng.standard_normal((4, 96, 256)).astype(np.float32) / 16, rng.standard_normal((4, 256, 96)).astype(np.float32) / 10,
-        "channel",
-    )
+    w13, w2 = rng.standard_normal((4, 96, 256)) / 16, rng.standard_normal((4, 256, 96)) / 10
+    weights = quantize_moe_weights(w13, w2, "channel")
     f = lambda *s: (rng.standard_normal(s) / 8).astype(BF16)  # noqa: E731
     adapter = LoRAAdapter(3, f(4, 1, 8, 256), f(4, 1, 96, 8), f(4, 8, 96), f(4, 256, 8))
     x = rng.standard_normal((9, 256)).astype(BF16)
@@ -391,12 +398,12 @@ def test_bad_arguments_are_named() -> None:
 
 def test_executor_names_what_it_cannot_do() -> None:
     inputs = build(Case("channel", "w8a8", tokens=4))
-    with pytest.raises(RuntimeError, match="ep_size: got 64 .*xla_force_host_platform_device_count=64"):
+    with pytest.raises(RuntimeError, match=r"ep_size: got 64 .*xla_force_host_platform_device_count=64"):
         inputs.run("pallas_ep", ep_size=64)
     with pytest.raises(ValueError, match="x_group=128"):
         inputs.run("pallas_ep", recipe=Recipe("w8a8", 128, 128))
-    with pytest.raises(ValueError, match="wire"):
-        inputs.run("pallas_ep", recipe=Recipe("w8a8", "token", "token", "fp8"))
+    with pytest.raises(ValueError, match="lora_input"):
+        inputs.run("pallas_ep", recipe=Recipe("w8a8", "token", "token", lora_input="fp8"))
 
 
 def test_executor_declares_the_tile_it_quantises_by() -> None:

@@ -174,7 +174,8 @@ def _worker(request: dict[str, Any], dump: Path | None) -> dict[str, Any]:
             if "error" in answer:
                 raise RuntimeError(f"{request['topology']}, T={request['tokens']}: {answer['error']}")
             return answer
-    raise RuntimeError(f"{request['topology']}: the compile process ended with {done.returncode}: {done.stderr[-2000:]}")
+    tail = done.stderr[-2000:]
+    raise RuntimeError(f"{request['topology']}: the compiling process ended with {done.returncode}: {tail}")
 
 
 def _name_loops(spec: KernelSpec, kernel: Schedule, rows: int) -> tuple[dict[str, Any], ...]:
@@ -224,8 +225,9 @@ def model_us(
 
     ``hbm``: every visited expert's weights (and adapter pairs) once, rows in and out. ``mxu``: multiply-adds at peak.
     ``bundles``: the static schedule at the generation's clock. ``kernel`` is the largest of the three. ``dispatch``:
-    all-gather of bf16 rows into the device with the fewest links. ``push``: result rows over the bisection. Links
-    without wraparound; ``total`` = dispatch + max(kernel, push). Planning, the final sum and launches are not in it.
+    all-gather of bf16 rows into the device with the fewest links. ``push``: result rows over the bisection (a
+    reduce-scatter: partial sums as the all-gather). Links have no wraparound. ``total`` = dispatch + max(kernel, push),
+    or their sum for a reduce-scatter. Planning, the final sum and launches are not in it.
     """
     k, experts = config.experts_per_token, config.num_experts
     visited = spec.experts * (1 - (1 - k / experts) ** num_tokens)
@@ -250,10 +252,12 @@ def model_us(
         corner, cut = max(1, len(long)), max(1, round(chips / max(grid)))
         data = num_tokens * 2 * spec.hidden
         dispatch = data * (1 - 1 / chips) / corner / gen.link_gbps / 1e3
-        push = data * k / 4 / cut / gen.link_gbps / 1e3
+        push = data * (0.5 if spec.fp8_wire else 1) * k / 4 / cut / gen.link_gbps / 1e3
+        if not spec.pushes:
+            push = dispatch
     terms = {
         "hbm": hbm, "mxu": mxu, "bundles": schedule, "kernel": kernel, "dispatch": dispatch, "push": push,
-        "total": dispatch + max(kernel, push),
+        "total": dispatch + (max(kernel, push) if spec.pushes else kernel + push),
     }
     return {name: round(value, 2) for name, value in terms.items()}
 

@@ -60,7 +60,7 @@ def _lower_kernel(build: EPBuild, tokens: int) -> Any:
     spec = build.spec(-(-tokens // build.ep) * build.ep)
     split = build.shardings()
 
-    def local(table: jax.Array, x: jax.Array, tensors: dict[str, jax.Array]) -> jax.Array:
+    def local(table: jax.Array, x: jax.Array, tensors: dict[str, jax.Array]) -> list[jax.Array]:
         return expert_kernel(
             spec, [table], {"x": x, **tensors},
             vmem_limit_bytes=generation(build.generation).vmem_limit_bytes,

@@ -27,6 +27,7 @@ from .numerics import pack_rows
 from .plan import build_plan
 from .spec import Blocks, KernelSpec, LoRASpec, round_up
 
+
 @dataclass(frozen=True)
 class EPBuild:
     """Everything static about a layer's program.
@@ -158,7 +159,7 @@ def _check_arguments(
     for label, value, dtype, shape in want:
         if value.dtype != dtype:
             raise TypeError(f"{label}: got {value.dtype}, want {jnp.dtype(dtype).name}")
-        if value.ndim != len(shape) or any(w is not None and w != g for w, g in zip(shape, value.shape)):
+        if value.ndim != len(shape) or any(w is not None and w != g for w, g in zip(shape, value.shape, strict=True)):
             raise ValueError(f"{label}: got shape {list(value.shape)}, want {list(shape)}")
     if x.shape[0] == 0:
         raise ValueError("x: got no tokens, want at least one")

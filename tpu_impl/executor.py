@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from ..common.support import ExpertsSupport
 from ..common.weights import SCHEMES
 from .blocks import choose_blocks, interpreter_blocks
 from .spec import Blocks, LoRASpec
-
-if TYPE_CHECKING:
-    from .ep_moe import EPBuild
 
 _FORCE_DEVICES = "xla_force_host_platform_device_count"
 
@@ -91,8 +88,8 @@ def _interpreter_devices(count: int) -> list[Any]:
     threads = int(os.environ.get("NPROC") or os.environ.get("PJRT_NPROC") or os.cpu_count() or 1)
     if count > threads and tuple(int(p) for p in jax.__version__.split(".")[:2]) < (0, 11):
         raise RuntimeError(
-            f"ep_size: got {count} with {threads} threads, on which jax {jax.__version__}'s TPU interpreter would hang; "
-            f"set NPROC={2 * count} before jax starts"
+            f"ep_size: got {count} with {threads} threads, on which the TPU interpreter of jax {jax.__version__} would "
+            f"hang; set NPROC={2 * count} before jax starts"
         )
     return devices[:count]
 
@@ -102,13 +99,13 @@ def _check_recipe(call: MoECall) -> None:
     recipe, scheme = call.recipe, call.weights.scheme
     if recipe.lora_input != "bf16":
         raise ValueError(f"recipe: got lora_input={recipe.lora_input!r}, pallas_ep feeds adapters bf16 rows only")
-    if recipe.wire == "fp8":
-        raise ValueError("recipe: got wire='fp8', pallas_ep sends bf16 rows")
     if recipe.name != "w8a8":
         return
     x, h = recipe.x_group, recipe.h_group
-    tile = isinstance(h, int)
-    ok = (x, h) == (128, 128) if scheme == "block" else ((x, h) == ("static", "static") or (x == "token" and (h == "token" or tile)))
+    if scheme == "block":
+        ok = (x, h) == (128, 128)
+    else:
+        ok = (x, h) == ("static", "static") or (x == "token" and (h == "token" or isinstance(h, int)))
     if not ok:
         want = "128 and 128" if scheme == "block" else "'token' and 'token' (or a tile width), or 'static' twice"
         raise ValueError(f"recipe: got x_group={x!r}, h_group={h!r} for {scheme} weights, pallas_ep has {want}")
@@ -156,9 +153,13 @@ class PallasEPExecutor:
 
     @classmethod
     def recipe(cls, call: MoECall) -> Recipe:
-        """What `run` really uses: bf16 result rows, and one hidden scale a row and f tile where I needs several."""
+        """What `run` really uses.
+
+        Result rows are bf16 unless the recipe asks for FP8, and where I takes several f tiles a hidden scale covers
+        a row of one tile.
+        """
         _check_recipe(call)
-        actual = call.recipe.with_wire("bf16")
+        actual = call.recipe if call.recipe.wire == "fp8" else call.recipe.with_wire("bf16")
         bf = cls.blocks(call).bf
         if actual.h_group == "token" and bf < call.config.intermediate_size:
             actual = replace(actual, h_group=bf)
@@ -208,6 +209,7 @@ def _run(call: MoECall, blocks: Blocks, devices: list[Any], settings: InterpretS
         recipe=call.recipe.name,
         blocks=blocks,
         generation="v7x" if settings else Platform.detect().arch,
+        transport="push_fp8" if call.recipe.wire == "fp8" else "push_bf16",
         static_scales=static,
         interpret=settings.params() if settings else False,
     )

@@ -14,7 +14,8 @@ the float32 pre-activations. The stack is filled one visit ahead, each part as s
 Unused lanes hold zeros (0 x NaN would poison), and rows without adapter get +0.0.
 
 Results leave in chunks of `stage` rows: pushed straight from VMEM to the arrival buffer of the token's owner, one
-remote DMA per contiguous run, or (`rs_bf16`) left in sorted order for a reduce-scatter.
+remote DMA per contiguous run (`push_fp8`: as e4m3 codes, the rows' scales in a second, small one), or (`rs_bf16`) left
+in sorted order for a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .numerics import apply_activation, cast_rows, quantize_rows, split_bf16, unpack_rows
-from .spec import LANES, ROW_BLOCK, Buffer, KernelSpec, operands, scratch
+from .numerics import apply_activation, cast_rows, fp8_scale, quantize_rows, split_bf16, unpack_rows
+from .spec import LANES, ROW_BLOCK, Buffer, KernelSpec, operands, results, scratch
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
 N_CHUNK = 1024
@@ -335,6 +336,7 @@ class _Kernel:
             mask = self.row_mask(v, first, stage)
             shrunk = jnp.where(mask, r["us"][rows, :], 0.0).astype(jnp.bfloat16)
         visit_slot = lax.rem(v, 2)
+        absmax = jnp.zeros((stage, 1), jnp.float32)
         for n, w in _column_chunks(spec.hidden):
             value = r["y"][rows, n : n + w]
             if spec.quantized and not spec.block_scales:
@@ -343,27 +345,41 @@ class _Kernel:
                 value = value + r["b2v"][visit_slot, :, n : n + w]
             if shrunk is not None:
                 value = value + _dot(shrunk, r["lb2"][:, n : n + w])
-            r["st"][q, :, n // LANES : (n + w) // LANES, :] = value.astype(jnp.bfloat16).reshape(
-                stage, w // LANES, LANES
-            )
+            if spec.fp8_wire:
+                r["y"][rows, n : n + w] = value
+                absmax = jnp.maximum(absmax, jnp.max(jnp.abs(value), axis=1, keepdims=True))
+            else:
+                self.put(q, n, w, value.astype(jnp.bfloat16))
+        if not spec.fp8_wire:
+            return
+        scale = fp8_scale(absmax)
+        r["st_scale"][q] = jnp.broadcast_to(scale, (stage, LANES)).reshape(stage, 1, LANES)
+        for n, w in _column_chunks(spec.hidden):
+            self.put(q, n, w, cast_rows(r["y"][rows, n : n + w], 1.0 / scale))
+
+    def put(self, q: jax.Array, n: int, w: int, value: jax.Array) -> None:
+        """Columns of finished rows into the send buffer, a row contiguous."""
+        self.r["st"][q, :, n // LANES : (n + w) // LANES, :] = value.reshape(value.shape[0], w // LANES, LANES)
+
+    def sent(self) -> list[tuple[str, str]]:
+        """Send buffers and the results they go to."""
+        return list(zip(("st", "st_scale"), results(self.spec), strict=False))
 
     def drain(self, q: jax.Array) -> None:
         """Wait until the send buffer's last use has left."""
         r = self.r
         kept = r["lens"][2 * q]
 
-        @pl.when(kept > 0)
-        def _() -> None:
-            rows = r["st"].at[q, pl.ds(0, kept)]
-            pltpu.make_async_copy(rows, rows, r["out_sem"].at[q]).wait()
+        def wait(sem: str, count: jax.Array) -> None:
+            for buffer, _ in self.sent():
+                rows = r[buffer].at[q, pl.ds(0, count)]
+                pltpu.make_async_copy(rows, rows, r[sem].at[q]).wait()
+
+        pl.when(kept > 0)(functools.partial(wait, "out_sem", kept))
 
         if "send_sem" in r:
             sent = r["lens"][2 * q + 1]
-
-            @pl.when(sent > 0)
-            def _() -> None:
-                rows = r["st"].at[q, pl.ds(0, sent)]
-                pltpu.make_async_copy(rows, rows, r["send_sem"].at[q]).wait()
+            pl.when(sent > 0)(functools.partial(wait, "send_sem", sent))
 
     def push_runs(self, chunk: jax.Array, first: jax.Array, q: jax.Array) -> None:
         """Send each run of the chunk to its owner; `first` is the chunk's first sorted row."""
@@ -373,22 +389,26 @@ class _Kernel:
         def run(i: jax.Array, sent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             row, owner, dest = tab[t.run_row + i], tab[t.run_owner + i], tab[t.run_dest + i]
             length = tab[t.run_row + i + 1] - row
-            source = r["st"].at[q, pl.ds(row - first, length)]
-            target = r["o"].at[pl.ds(dest, length)]
+            pairs = [
+                (r[buffer].at[q, pl.ds(row - first, length)], r[result].at[pl.ds(dest, length)])
+                for buffer, result in self.sent()
+            ]
             here = owner == rank
 
             @pl.when(here)
             def _() -> None:
-                pltpu.make_async_copy(source, target, r["out_sem"].at[q]).start()
+                for source, target in pairs:
+                    pltpu.make_async_copy(source, target, r["out_sem"].at[q]).start()
 
             if "send_sem" in r:
 
                 @pl.when(jnp.logical_not(here))
                 def _() -> None:
-                    pltpu.make_async_remote_copy(
-                        source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
-                        device_id={self.spec.axis: owner}, device_id_type=pltpu.DeviceIdType.MESH,
-                    ).start()
+                    for source, target in pairs:
+                        pltpu.make_async_remote_copy(
+                            source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
+                            device_id={self.spec.axis: owner}, device_id_type=pl.DeviceIdType.MESH,
+                        ).start()
 
             kept = jnp.where(here, length, 0)
             return sent[0] + kept, sent[1] + length - kept
@@ -408,7 +428,7 @@ class _Kernel:
             first = c * stage
             self.drain(q)
             self.result_chunk(v, first, q)
-            if self.spec.transport == "push_bf16":
+            if self.spec.pushes:
                 self.push_runs(first_chunk + c, first_row + first, q)
             else:
                 length = jnp.minimum(stage, count - first)
@@ -426,7 +446,7 @@ class _Kernel:
         sem = pltpu.get_barrier_semaphore()
 
         def signal(d: jax.Array, _: None) -> None:
-            pl.semaphore_signal(sem, 1, device_id={self.spec.axis: d}, device_id_type=pltpu.DeviceIdType.MESH)
+            pl.semaphore_signal(sem, 1, device_id={self.spec.axis: d}, device_id_type=pl.DeviceIdType.MESH)
 
         lax.fori_loop(0, self.spec.ep, signal, None)
         pl.semaphore_wait(sem, self.spec.ep)
@@ -501,8 +521,9 @@ class _Kernel:
 
             @pl.when(arriving > 0)
             def _() -> None:
-                rows = self.r["o"].at[pl.ds(0, arriving)]
-                pltpu.make_async_copy(rows, rows, self.r["recv_sem"].at[0]).wait()
+                for result in results(self.spec):
+                    rows = self.r[result].at[pl.ds(0, arriving)]
+                    pltpu.make_async_copy(rows, rows, self.r["recv_sem"].at[0]).wait()
 
     def run(self) -> None:
         self.prologue()
@@ -516,13 +537,11 @@ class _Kernel:
 
 def _names(spec: KernelSpec) -> list[str]:
     scalars = ["tab"] + (["act_scale"] if spec.static_scales else [])
-    return [*scalars, *operands(spec), "o", *(buffer.name for buffer in scratch(spec))]
+    return [*scalars, *operands(spec), *results(spec), *(buffer.name for buffer in scratch(spec))]
 
 
 def _body(spec: KernelSpec, interpreted: bool, *refs: Any) -> None:
-    names = _names(spec)
-    assert len(names) == len(refs), (names, len(refs))
-    _Kernel(spec, dict(zip(names, refs)), interpreted).run()
+    _Kernel(spec, dict(zip(_names(spec), refs, strict=True)), interpreted).run()
 
 
 def _allocate(buffer: Buffer) -> Any:
@@ -534,7 +553,7 @@ def _allocate(buffer: Buffer) -> Any:
 
 def output_rows(spec: KernelSpec) -> int:
     """Rows of the kernel's result: arrivals of a push, or every sorted row."""
-    return spec.local_rows if spec.transport.startswith("push") else spec.capacity
+    return spec.local_rows if spec.pushes else spec.capacity
 
 
 def expert_kernel(
@@ -546,7 +565,7 @@ def expert_kernel(
     interpret: Any = False,
     bounds_checks: bool = False,
     collective_id: int = 0,
-) -> jax.Array:
+) -> list[jax.Array]:
     """Run the build on one device (inside `shard_map` where ``spec.ep > 1``).
 
     Args:
@@ -560,11 +579,15 @@ def expert_kernel(
       collective_id: barrier semaphore id; two collective kernels in flight need different ids.
 
     Returns:
-      bfloat16 ``[rows, H/128, 128]`` (`output_rows`); rows no pair maps to are undefined.
+      bfloat16 ``[rows, H/128, 128]`` (`output_rows`), or with `push_fp8` e4m3 codes of that shape and float32
+      scales ``[rows, 1, 128]`` (equal along lanes); rows no pair maps to are undefined.
     """
-    out_shape = jax.ShapeDtypeStruct((output_rows(spec), spec.hidden // LANES, LANES), jnp.bfloat16)
+    wire = jnp.float8_e4m3fn if spec.fp8_wire else jnp.bfloat16
+    out_shape = [jax.ShapeDtypeStruct((output_rows(spec), spec.hidden // LANES, LANES), wire)]
+    if spec.fp8_wire:
+        out_shape.append(jax.ShapeDtypeStruct((output_rows(spec), 1, LANES), jnp.float32))
     collective: dict[str, Any] = {}
-    if spec.ep > 1 and spec.transport.startswith("push"):
+    if spec.ep > 1 and spec.pushes:
         collective = dict(collective_id=collective_id, has_side_effects=True)
     names = operands(spec)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -576,7 +599,7 @@ def expert_kernel(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=[anywhere] * len(names),
-            out_specs=anywhere,
+            out_specs=[anywhere] * len(out_shape),
             scratch_shapes=[_allocate(buffer) for buffer in scratch(spec)],
         ),
         out_shape=out_shape,

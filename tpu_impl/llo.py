@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static schedules out of libtpu's compiler dump.
 
-libtpu, asked with ``--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true``, writes every kernel's final bundles as text: one
-line a bundle, with one ``>`` for each loop it is inside of, and a table of how many issue slots each bundle uses.
+libtpu, asked with ``--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true``, writes every kernel's final bundles as text:
+one line a bundle, with one ``>`` for each loop it is inside of, and a table of how many issue slots each bundle uses.
 A bundle issues in a cycle when nothing stalls, so bundles are the least cycles; waiting for DMAs is not in them.
 """
 

@@ -18,9 +18,13 @@ from ..common.numerics import E4M3_MAX, EPS, INV_E4M3_MAX
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One scale a row: float32 ``[n, D]`` to e4m3fn codes ``[n, D]`` and float32 scales ``[n, 1]``."""
-    absmax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    scale = jnp.maximum(absmax, EPS) * INV_E4M3_MAX
+    scale = fp8_scale(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
     return cast_rows(x, 1.0 / scale), scale
+
+
+def fp8_scale(absmax: jax.Array) -> jax.Array:
+    """The scale of a group from its absolute maximum."""
+    return jnp.maximum(absmax, EPS) * INV_E4M3_MAX
 
 
 def cast_rows(x: jax.Array, inv: jax.Array) -> jax.Array:

@@ -115,7 +115,7 @@ def _table(
     header = header.at[0].set(num_visits).at[1].set(rank).at[2].set(arriving).at[3].set(chunk_end[-1])
     tokens = jnp.concatenate([order // spec.top_k, jnp.zeros((ROW_BLOCK,), jnp.int32)])
     parts = [header, visit_table.reshape(-1), tokens]
-    if spec.transport.startswith("push"):
+    if spec.pushes:
         parts += _run_parts(spec, order, arrival, starts, group_start, group_end, first, chunk_end, chunks_of)
     table = jnp.concatenate([p.astype(jnp.int32) for p in parts])
     assert table.shape == (layout.size,), (table.shape, layout)

@@ -16,7 +16,7 @@ LANES = 128
 BF16_SUBLANES = 16
 
 KERNEL_RECIPES = ("w8a8", "w8a16", "bf16")
-TRANSPORTS = ("push_bf16", "rs_bf16")
+TRANSPORTS = ("push_bf16", "push_fp8", "rs_bf16")
 
 _ITEMSIZE = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "uint32": 4, "int32": 4}
 
@@ -122,8 +122,8 @@ class KernelSpec:
       recipe: ``"w8a8"``, ``"w8a16"`` or ``"bf16"``.
       block_scales: [128, 128] weight scales (one a row of w13 and w2 otherwise).
       static_scales: activations use scales known at load.
-      transport: how results leave: ``"push_bf16"`` writes each row to its token's owner, ``"rs_bf16"`` leaves
-        rows here for a reduce-scatter.
+      transport: how results leave: ``"push_bf16"`` writes each row to its token's owner, ``"push_fp8"`` the same
+        as e4m3 codes and a scale a row, ``"rs_bf16"`` leaves rows here for a reduce-scatter.
     """
 
     hidden: int
@@ -161,6 +161,15 @@ class KernelSpec:
     def quantized(self) -> bool:
         """Whether weights are FP8 with scales."""
         return self.recipe != "bf16"
+
+    @property
+    def pushes(self) -> bool:
+        """Whether the kernel itself sends results to their owners."""
+        return self.transport.startswith("push")
+
+    @property
+    def fp8_wire(self) -> bool:
+        return self.transport == "push_fp8"
 
     @property
     def halves(self) -> int:
@@ -246,9 +255,8 @@ class TableLayout:
         rows = visits + width * spec.max_visits
         # Rows are gathered 32 at a time, so the last block may read past the last row.
         chunks = rows + spec.capacity + ROW_BLOCK
-        push = spec.transport.startswith("push")
-        runs = spec.max_runs + 1 if push else 0
-        run_row = chunks + (spec.max_chunks + 1 if push else 0)
+        runs = spec.max_runs + 1 if spec.pushes else 0
+        run_row = chunks + (spec.max_chunks + 1 if spec.pushes else 0)
         return cls(visits, width, rows, chunks, run_row, run_row + runs, run_row + 2 * runs, run_row + 3 * runs)
 
 
@@ -264,12 +272,14 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
         Buffer("y", "vmem", (rows, h), "float32"),
         Buffer("w13v", "vmem", (b.nbuf, h, spec.halves * bf), wdtype),
         Buffer("w2v", "vmem", (b.nbuf, bf, h), wdtype),
-        Buffer("st", "vmem", (2, b.stage, h // LANES, LANES), "bfloat16"),
+        Buffer("st", "vmem", (2, b.stage, h // LANES, LANES), "float8_e4m3fn" if spec.fp8_wire else "bfloat16"),
         Buffer("lens", "smem", (4,), "int32"),
         Buffer("gather_sem", "dma", (b.xbuf,)),
         Buffer("weight_sem", "dma", (b.nbuf,)),
         Buffer("out_sem", "dma", (2,)),
     ]
+    if spec.fp8_wire:
+        out.append(Buffer("st_scale", "vmem", (2, b.stage, 1, LANES), "float32"))
     if spec.quantized:
         out.append(Buffer("s13v", "vmem", (b.nbuf, spec.scale_groups13, spec.halves * bf), "float32"))
         if spec.block_scales:
@@ -286,7 +296,7 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
         ]
     if spec.has_bias or (spec.quantized and not spec.block_scales):
         out.append(Buffer("visit_sem", "dma", (2,)))
-    if spec.ep > 1 and spec.transport.startswith("push"):
+    if spec.ep > 1 and spec.pushes:
         out += [Buffer("send_sem", "dma", (2,)), Buffer("recv_sem", "dma", (1,))]
     if spec.lora:
         a = spec.lanes
@@ -314,6 +324,11 @@ def operands(spec: KernelSpec) -> list[str]:
     if spec.lora:
         names += ["a13", "lora_b13", "a2", "lora_b2"]
     return names
+
+
+def results(spec: KernelSpec) -> list[str]:
+    """Names of the kernel's results, in order."""
+    return ["o", "o_scale"] if spec.fp8_wire else ["o"]
 
 
 def scratch_bytes(spec: KernelSpec) -> int:

@@ -3,7 +3,7 @@
 
 `write_samples` makes, under one folder:
 
-    bf16/              transformers' own `save_pretrained`: two shards and an index, one tensor an expert and projection
+    bf16/              transformers' own `save_pretrained`: shards and an index, one tensor an expert and projection
     fp8-dynamic/       compressed-tensors FP8_DYNAMIC: a scale an output row (float32), per-token activations
     fp8-block/         [128, 128] blocks with `weight_scale_inv` (bfloat16), 1x128 activations
     lora-per-expert/   PEFT on an unfused expert list (the module tree of transformers 4): rank 8, alpha 12
@@ -41,6 +41,7 @@ from typing import Any
 
 import numpy as np
 
+from isomoe.common.checks import check_choice
 from isomoe.common.numerics import BF16, BLOCK, quantize_weight_block, quantize_weight_channel
 
 _MANIFEST = "samples.json"
@@ -113,7 +114,9 @@ class Samples:
 
     def checkpoint(self, scheme: str) -> Path:
         """The checkpoint of a scheme: ``"bf16"``, ``"channel"`` or ``"block"``."""
-        return {"bf16": self.bf16, "channel": self.channel, "block": self.block}[scheme]
+        folders = {"bf16": self.bf16, "channel": self.channel, "block": self.block}
+        check_choice("scheme", scheme, folders)
+        return folders[scheme]
 
 
 def write_samples(root: str | Path, *, force: bool = False) -> Samples:

@@ -193,11 +193,13 @@ def test_writing_is_deterministic_and_repairs(tmp_path: Path, samples: Samples) 
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == [".samples.lock"]
 
 
-def test_complete_samples_are_left_alone(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_samples_are_left_alone(
+    samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(samples_module, "_build", _must_not_build)
     assert write_samples(samples.root) == samples
     with pytest.raises(AssertionError, match="built"):
-        write_samples(samples.root / "elsewhere")
+        write_samples(tmp_path)
 
 
 def _must_not_build(_samples: Samples) -> None:

@@ -236,6 +236,6 @@ def _print_summary(out: Any, cases: list[parity.ParityCase], result: parity.Pari
         if lifted:
             text = ", ".join(f"{name} x{gain}" for name, gain in lifted.items())
             out.print(
-                f"{case.name}: adapters amplified so that their delta stands clear of bf16 rounding: {text}",
+                f"{case.name}: adapters amplified so that their delta stands clear of the output's rounding: {text}",
                 soft_wrap=True,
             )

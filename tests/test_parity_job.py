@@ -267,7 +267,7 @@ def test_without_adapters_only_the_base_is_judged(register) -> None:
 
 
 def test_a_faint_adapter_is_amplified_by_a_power_of_two_and_a_loud_one_is_not() -> None:
-    faint, loud = _adapter(0, 8, gain=2.0**-8), _adapter(1, 4)
+    faint, loud = _adapter(0, 8, gain=2.0**-8), _adapter(1, 4, gain=4.0)
     case = _case(adapters={"faint": faint, "loud": loud})
     assert case.gains["loud"] == 1
     assert case.gains["faint"] >= 16

@@ -7,6 +7,10 @@ each device cuts its own experts' rows into visits, chunks and runs (see `spec.T
 
 Because both sides order by the same key, the rows of one (expert, adapter) that one device owns are contiguous at
 the sender and at the receiver, so results travel in runs rather than row by row.
+
+At decode the plan's own time counts. So: two sorts that carry what they move, and otherwise comparisons summed over
+small tables, which a vector unit does in passing; scalar gathers, scatters and binary searches would cost more than
+the weights.
 """
 
 from __future__ import annotations
@@ -41,7 +45,25 @@ class Plan:
 
 def inverse_permutation(order: jax.Array) -> jax.Array:
     """int32 ``[n]``: where each index went."""
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype), unique_indices=True)
+    return lax.sort((order, lax.iota(jnp.int32, order.shape[0])), num_keys=1)[1]
+
+
+def _sort_pairs(key: jax.Array, *carried: jax.Array) -> tuple[jax.Array, ...]:
+    """Pairs by (key, index): the sorted keys, the order, and what is carried along."""
+    index = lax.iota(jnp.int32, key.shape[0])
+    return tuple(lax.sort((key, index, *carried), num_keys=2))
+
+
+def _lookup(table: jax.Array, index: jax.Array) -> jax.Array:
+    """``table[index]`` for a small table, as a masked sum; 0 outside it."""
+    hit = index[..., None] == lax.iota(jnp.int32, table.shape[0])
+    return jnp.sum(jnp.where(hit, table, 0), axis=-1, dtype=jnp.int32)
+
+
+def _count_below(values: jax.Array, bounds: jax.Array, *, inclusive: bool = False) -> jax.Array:
+    """How many `values` are below (or at) each bound; int32, shaped like `bounds`."""
+    below = values <= bounds[..., None] if inclusive else values < bounds[..., None]
+    return jnp.sum(below, axis=-1, dtype=jnp.int32)
 
 
 def _key(ids: jax.Array, slots: jax.Array, valid: jax.Array, num_slots: int, beyond: int) -> jax.Array:
@@ -66,72 +88,67 @@ def build_plan(
     num_slots = spec.lora.slots if spec.lora else 0
     if slots is None:
         slots = jnp.full((local_tokens,), -1, jnp.int32)
-    pair_slots = jnp.broadcast_to(slots[:, None], (local_tokens, k))
     owned = (topk_ids >= 0) & (topk_ids < num_experts)
-    key = _key(topk_ids, pair_slots, owned, num_slots, spec.experts * spec.ep * (num_slots + 1))
-    arrival = inverse_permutation(jnp.argsort(key.reshape(-1), stable=True).astype(jnp.int32)).reshape(local_tokens, k)
+    key = _key(topk_ids, slots[:, None], owned, num_slots, spec.experts * spec.ep * (num_slots + 1))
+    arrival = inverse_permutation(_sort_pairs(key.reshape(-1))[1]).reshape(local_tokens, k)
 
     packed = jnp.concatenate([jnp.where(owned, topk_ids, -1), arrival, slots[:, None]], axis=1)
     if spec.ep > 1:
         packed = lax.all_gather(packed, spec.axis, axis=0, tiled=True)
-    all_ids, all_arrival, all_slots = packed[:, :k], packed[:, k : 2 * k], packed[:, 2 * k]
+    all_ids, all_arrival, all_slots = packed[:, :k], packed[:, k : 2 * k], packed[:, 2 * k :]
 
     here = all_ids - rank * spec.experts
-    mine = ((all_ids >= 0) & (here >= 0) & (here < spec.experts)).reshape(-1)
-    all_pair_slots = jnp.broadcast_to(all_slots[:, None], all_ids.shape).reshape(-1)
+    mine = (all_ids >= 0) & (here >= 0) & (here < spec.experts)
     segments = spec.experts * (num_slots + 1)
-    all_key = _key(here.reshape(-1), all_pair_slots, mine, num_slots, segments)
-    order = jnp.argsort(all_key, stable=True).astype(jnp.int32)
-    starts = jnp.searchsorted(all_key[order], jnp.arange(segments + 1), side="left").astype(jnp.int32)
+    all_key = _key(here, all_slots, mine, num_slots, segments).reshape(-1)
+    # Where a row goes, as one number: its owner's rank times the rows an owner receives, plus the arrival row.
+    owner = lax.iota(jnp.int32, spec.capacity) // spec.local_rows
+    _, order, target = _sort_pairs(all_key, owner * spec.local_rows + all_arrival.reshape(-1))
+    starts = _count_below(all_key, lax.iota(jnp.int32, segments + 1))
 
     mine_local = (topk_ids >= rank * spec.experts) & (topk_ids < (rank + 1) * spec.experts) & owned
     arriving = jnp.sum(owned & ~mine_local, dtype=jnp.int32)
-    table = _table(spec, starts, order, all_arrival.reshape(-1), rank, arriving)
-    return Plan(table, owned, arrival, order, mine)
+    return Plan(_table(spec, starts, order, target, rank, arriving), owned, arrival, order, mine.reshape(-1))
 
 
 def _table(
-    spec: KernelSpec, starts: jax.Array, order: jax.Array, arrival: jax.Array, rank: jax.Array, arriving: jax.Array
+    spec: KernelSpec, starts: jax.Array, order: jax.Array, target: jax.Array, rank: jax.Array, arriving: jax.Array
 ) -> jax.Array:
     layout, b = spec.table, spec.blocks
-    slots = spec.lora.slots if spec.lora else 0
-    expert_of, group_start, group_end = _groups(spec, starts, slots)
-    counts = group_end - group_start
-    visits_of = (counts + b.rows - 1) // b.rows
+    expert_of, group_start, group_end = _groups(spec, starts)
+    visits_of = (group_end - group_start + b.rows - 1) // b.rows
     visit_end = jnp.cumsum(visits_of)
     num_visits = visit_end[-1]
 
-    v = jnp.arange(spec.max_visits, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(visit_end, v, side="right"), counts.shape[0] - 1)
-    first = group_start[group] + (v - (visit_end - visits_of)[group]) * b.rows
-    count = jnp.where(v < num_visits, jnp.clip(group_end[group] - first, 0, b.rows), 0)
+    v = lax.iota(jnp.int32, spec.max_visits)
+    group = _count_below(visit_end, v, inclusive=True)
+    first = _lookup(group_start, group) + (v - _lookup(visit_end - visits_of, group)) * b.rows
+    count = jnp.where(v < num_visits, jnp.clip(_lookup(group_end, group) - first, 0, b.rows), 0)
     chunks_of = (count + b.stage - 1) // b.stage
     chunk_end = jnp.cumsum(chunks_of)
-    columns = [expert_of[group], first, count, chunk_end - chunks_of]
-    columns += _pair_columns(spec, starts, expert_of[group], group, first, count)
-    visit_table = jnp.stack([c.astype(jnp.int32) for c in columns], axis=1)
+    expert = _lookup(expert_of, group)
+    columns = [expert, first, count, chunk_end - chunks_of, *_pair_columns(spec, starts, expert, group, first, count)]
+    visit_table = jnp.stack(columns, axis=1)
 
-    header = jnp.zeros((layout.HEADER,), jnp.int32)
-    header = header.at[0].set(num_visits).at[1].set(rank).at[2].set(arriving).at[3].set(chunk_end[-1])
-    tokens = jnp.concatenate([order // spec.top_k, jnp.zeros((ROW_BLOCK,), jnp.int32)])
-    parts = [header, visit_table.reshape(-1), tokens]
+    spare = jnp.zeros((layout.HEADER - 4,), jnp.int32)
+    header = jnp.concatenate([jnp.stack([num_visits, rank, arriving, chunk_end[-1]]), spare])
+    parts = [header, visit_table.reshape(-1), order // spec.top_k, jnp.zeros((ROW_BLOCK,), jnp.int32)]
     if spec.pushes:
-        parts += _run_parts(spec, order, arrival, starts, group_start, group_end, first, chunk_end, chunks_of)
-    table = jnp.concatenate([p.astype(jnp.int32) for p in parts])
-    assert table.shape == (layout.size,), (table.shape, layout)
+        parts += _run_parts(spec, target, starts[-1], group_start, group_end, first, chunk_end, chunks_of)
+    table = jnp.concatenate(parts)
+    assert table.shape == (layout.size,) and table.dtype == jnp.int32, (table.shape, table.dtype, layout)
     return table
 
 
-def _groups(spec: KernelSpec, starts: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _groups(spec: KernelSpec, starts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Expert, first and end row of each (expert, group of `pairs` slots); the last group also has the base rows."""
-    base, width = jnp.arange(spec.experts, dtype=jnp.int32), slots + 1
-    low, high = [], []
-    for g in range(spec.groups):
-        low.append(starts[base * width + g * spec.blocks.pairs])
-        last = g == spec.groups - 1
-        high.append(starts[base * width + (width if last else (g + 1) * spec.blocks.pairs)])
-    stack = lambda parts: jnp.stack(parts, axis=1).reshape(-1)  # noqa: E731
-    return jnp.repeat(base, spec.groups), stack(low), stack(high)
+    width = (spec.lora.slots if spec.lora else 0) + 1
+    by_expert = starts[:-1].reshape(spec.experts, width)
+    low = by_expert[:, :: spec.blocks.pairs][:, : spec.groups] if spec.lora else by_expert
+    end = jnp.concatenate([by_expert[1:, :1], starts[-1:].reshape(1, 1)])
+    high = jnp.concatenate([low[:, 1:], end], axis=1)
+    expert = jnp.repeat(lax.iota(jnp.int32, spec.experts), spec.groups)
+    return expert, low.reshape(-1), high.reshape(-1)
 
 
 def _pair_columns(
@@ -141,28 +158,23 @@ def _pair_columns(
     if spec.lora is None:
         return [jnp.zeros_like(count)]
     slots, pairs = spec.lora.slots, spec.blocks.pairs
-    slot = (group % spec.groups)[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None, :]
-    exists = slot < slots
-    at = expert[:, None] * (slots + 1) + jnp.minimum(slot, slots - 1)
-    low = jnp.maximum(starts[at], first[:, None]) - first[:, None]
-    high = jnp.minimum(starts[at + 1], (first + count)[:, None]) - first[:, None]
-    present = exists & (high > low)
-    order = jnp.argsort(~present, axis=1, stable=True)
-    take = lambda a: jnp.where(  # noqa: E731
-        jnp.take_along_axis(present, order, axis=1), jnp.take_along_axis(a, order, axis=1), 0
-    )
-    slot, low, high = take(slot), take(low), take(high)
-    columns = [jnp.sum(present, axis=1)]
+    slot = (group % spec.groups)[:, None] * pairs + lax.iota(jnp.int32, pairs)
+    at = expert[:, None] * (slots + 1) + slot
+    low = jnp.maximum(_lookup(starts, at), first[:, None]) - first[:, None]
+    high = jnp.minimum(_lookup(starts, at + 1), (first + count)[:, None]) - first[:, None]
+    present = (slot < slots) & (high > low)
+    place = jnp.cumsum(present, axis=1) - 1
+    columns = [jnp.sum(present, axis=1, dtype=jnp.int32)]
     for i in range(pairs):
-        columns += [slot[:, i], low[:, i], high[:, i]]
+        chosen = present & (place == i)
+        columns += [jnp.sum(jnp.where(chosen, a, 0), axis=1, dtype=jnp.int32) for a in (slot, low, high)]
     return columns
 
 
 def _run_parts(
     spec: KernelSpec,
-    order: jax.Array,
-    arrival: jax.Array,
-    starts: jax.Array,
+    target: jax.Array,
+    total: jax.Array,
     group_start: jax.Array,
     group_end: jax.Array,
     visit_first: jax.Array,
@@ -170,22 +182,18 @@ def _run_parts(
     chunks_of: jax.Array,
 ) -> list[jax.Array]:
     """First run of each chunk, then row, owner and arrival row of each run."""
-    b, total = spec.blocks, starts[-1]
-    row = jnp.arange(spec.capacity, dtype=jnp.int32)
-    owner = order // spec.local_rows
-    dest = arrival[order]
-    group = jnp.minimum(jnp.searchsorted(group_end, row, side="right"), group_start.shape[0] - 1)
-    in_visit = (row - group_start[group]) % b.rows
-    fresh = (in_visit % b.stage == 0) | (owner != jnp.roll(owner, 1)) | (dest != jnp.roll(dest, 1) + 1)
+    b = spec.blocks
+    row = lax.iota(jnp.int32, spec.capacity)
+    in_visit = (row - _lookup(group_start, _count_below(group_end, row, inclusive=True))) % b.rows
+    # The last row of one owner's buffer and the first of the next one's are neighbours in number only.
+    fresh = (in_visit % b.stage == 0) | (target != jnp.roll(target, 1) + 1) | (target % spec.local_rows == 0)
     fresh = (fresh | (row == 0)) & (row < total)
-    run_of = jnp.cumsum(fresh.astype(jnp.int32))
-    num_runs = run_of[-1]
-    wanted = jnp.arange(1, spec.max_runs + 2, dtype=jnp.int32)
-    run_row = jnp.where(wanted <= num_runs, jnp.searchsorted(run_of, wanted, side="left"), total)
-    at = jnp.minimum(run_row, spec.capacity - 1)
+    run_of = jnp.cumsum(fresh, dtype=jnp.int32)
+    run_row = jnp.minimum(_count_below(run_of, lax.iota(jnp.int32, spec.max_runs + 1), inclusive=True), total)
+    run_target = target[jnp.minimum(run_row, spec.capacity - 1)]
 
-    c = jnp.arange(spec.max_chunks + 1, dtype=jnp.int32)
-    visit = jnp.minimum(jnp.searchsorted(chunk_end, c, side="right"), chunk_end.shape[0] - 1)
-    chunk_row = visit_first[visit] + (c - (chunk_end - chunks_of)[visit]) * b.stage
-    chunk_run = jnp.where(c < chunk_end[-1], run_of[jnp.clip(chunk_row, 0, spec.capacity - 1)] - 1, num_runs)
-    return [chunk_run, run_row, owner[at], dest[at]]
+    c = lax.iota(jnp.int32, spec.max_chunks + 1)
+    visit = _count_below(chunk_end, c, inclusive=True)
+    chunk_row = _lookup(visit_first, visit) + (c - _lookup(chunk_end - chunks_of, visit)) * b.stage
+    chunk_run = _count_below(run_row, jnp.where(c < chunk_end[-1], chunk_row, total))
+    return [chunk_run, run_row, run_target // spec.local_rows, run_target % spec.local_rows]

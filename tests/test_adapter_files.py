@@ -343,6 +343,25 @@ def test_rank_over_the_limit(tmp_path):
         load_lora_adapter(tmp_path, BASE, max_rank=3)
 
 
+def test_a_half_empty_gate_is_no_block_diagonal(tmp_path):
+    """Only where gate and up use different halves of the rank may a fused adapter be split in two."""
+    source = Source(shared_gate_up=True)
+    source.b_gate[..., R // 2 :] = 0
+    write_adapter(tmp_path, SETTINGS, source.fused())
+    same(load_lora_adapter(tmp_path, BASE)[0], source.canonical(10 / R))
+
+
+def test_rank_of_a_fused_gate_up_over_the_limit(tmp_path):
+    """Whether a fused gate_up halves its rank is only known once it is read; the limit holds all the same."""
+    source = Source(shared_gate_up=True)
+    down = (source.a_down[:, :2], source.b_down[:, :, :2])
+    patterns = {"rank_pattern": {"experts.down_proj": 2}}
+    write_adapter(tmp_path, {**SETTINGS, **patterns}, _wrapped([(source.a_gate, source.gate_up()), down]))
+    assert load_lora_adapter(tmp_path, BASE, max_rank=4)[0].rank == 4
+    with pytest.raises(TensorFileError, match=r"layer 0: got rank 4, want at most 3"):
+        load_lora_adapter(tmp_path, BASE, max_rank=3)
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------
 
 

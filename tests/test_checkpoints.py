@@ -897,6 +897,16 @@ def test_truncated_shard(tmp_path):
         load_moe_layer(tmp_path, 1)
 
 
+def test_tensor_in_two_files_without_an_index(tmp_path):
+    write_checkpoint(tmp_path, CONFIG, BLOCK, shards=2)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert load_moe_layer(tmp_path, 1)[1].num_experts == E
+    name = next(iter(BLOCK))
+    (tmp_path / "model-00003-of-00003.safetensors").write_bytes(safetensors_bytes({name: BLOCK[name]}))
+    with pytest.raises(TensorFileError, match=rf"model-00003\S+: tensor {name}: also in model-00001"):
+        load_moe_layer(tmp_path, 1)
+
+
 def test_index_that_lies(tmp_path):
     write_checkpoint(tmp_path, CONFIG, BLOCK, shards=2)
     index = tmp_path / "model.safetensors.index.json"

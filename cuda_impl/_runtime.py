@@ -86,6 +86,11 @@ class Target:
         return self.capability is not None and self.capability >= (8, 9)
 
     @property
+    def wide_fp8_accumulator(self) -> bool:
+        """Whether the compiler keeps FP8 products in f32: 9.0 (promoted on request) and 10.x (f32 in the unit)."""
+        return self.capability is not None and (9, 0) <= self.capability < (12, 0)
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of shared memory a program may use."""
         if self.capability is None:

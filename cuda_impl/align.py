@@ -5,8 +5,8 @@ A pair's *bin* is ``expert * (slots + 1) + slot + 1``; base rows (slot -1) come 
 sort is stable: within a bin, pairs keep their order. Each expert's block is padded to whole tiles of `block_m`
 rows with -1. Adapters share an expert's tiles, so the base GEMM does the same work with and without LoRA.
 
-Three passes over per-chunk histograms (no atomics, hence the same order every run): rank inside the chunk, prefix
-over chunks and bins, scatter.
+Small batches take one launch. Larger ones take passes over per-chunk histograms: rank inside the chunk, prefix over
+chunks and bins, scatter. No atomics, hence the same order every run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ._runtime import cdiv, launch, next_power_of_2, tl, triton
 
 _SUB = 64  # pairs ranked against each other at once
 _CHUNK = 1024  # pairs of one program
+_SMALL_PAIRS = 256  # up to here every pair is ranked against all others in one program
+_SMALL_BINS = 8192  # and every bin is scanned by it
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,71 @@ class Alignment:
 
 
 @triton.jit
+def _bins(
+    pair, inside, ids_ptr, map_ptr, adapter_ptr, slot_id_ptr, top_k, global_experts, local_experts,
+    SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """Each pair's bin, -1 where it is skipped."""
+    expert = tl.load(ids_ptr + pair, mask=inside, other=-1)
+    keep = (expert >= 0) & (expert < global_experts)
+    if HAS_MAP:
+        expert = tl.load(map_ptr + expert, mask=keep, other=-1)
+    keep = keep & (expert >= 0) & (expert < local_experts)
+    bins = expert.to(tl.int32) * (SLOTS + 1)
+    if SLOTS > 0:
+        adapter = tl.load(adapter_ptr + pair // top_k, mask=inside, other=-1)
+        slot = tl.arange(0, SLOTS_PAD)
+        slot_id = tl.load(slot_id_ptr + slot, mask=slot < SLOTS, other=-1)
+        hit = (adapter[:, None] == slot_id[None, :]) & (adapter >= 0)[:, None]
+        bins += tl.max(tl.where(hit, slot[None, :] + 1, 0), axis=1)
+    return tl.where(keep, bins, -1)
+
+
+@triton.jit
+def _small_align_kernel(
+    ids_ptr, map_ptr, adapter_ptr, slot_id_ptr, bin_ptr, offset_ptr, total_ptr, expert_start_ptr, num_tiles_ptr,
+    sorted_ptr, tile_expert_ptr, num_pairs, top_k, global_experts, local_experts, sorted_rows,
+    SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, HAS_MAP: tl.constexpr, PAIRS: tl.constexpr,
+    BINS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    pair = tl.arange(0, PAIRS)
+    inside = pair < num_pairs
+    bins = _bins(
+        pair, inside, ids_ptr, map_ptr, adapter_ptr, slot_id_ptr, top_k, global_experts, local_experts,
+        SLOTS, SLOTS_PAD, HAS_MAP,
+    )  # fmt: skip
+    keep = bins >= 0
+    same = bins[:, None] == bins[None, :]
+    rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), axis=1)
+    total = tl.sum(same.to(tl.int32), axis=1)
+    tl.store(bin_ptr + pair, bins, mask=inside)
+
+    expert = tl.arange(0, EXPERTS_PAD)
+    lane = tl.arange(0, BINS_PAD)
+    at = expert[:, None] * (SLOTS + 1) + lane[None, :]
+    mask = (expert < local_experts)[:, None] & (lane < SLOTS + 1)[None, :]
+    tl.store(total_ptr + at, tl.zeros([EXPERTS_PAD, BINS_PAD], tl.int32), mask=mask)
+    for first in range(0, sorted_rows, 1024):
+        row = first + tl.arange(0, 1024)
+        tl.store(sorted_ptr + row, tl.full([1024], -1, tl.int32), mask=row < sorted_rows)
+    tl.debug_barrier()
+    tl.store(total_ptr + bins, total, mask=keep & (rank == 0))
+    tl.debug_barrier()
+    count = tl.load(total_ptr + at, mask=mask, other=0)
+    tiles = (tl.sum(count, axis=1) + BLOCK_M - 1) // BLOCK_M
+    start = tl.cumsum(tiles, axis=0) - tiles
+    tl.store(offset_ptr + at, tl.cumsum(count, axis=1) - count, mask=mask)
+    tl.store(expert_start_ptr + expert, start * BLOCK_M, mask=expert < local_experts)
+    tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+    for i in range(tl.max(tiles, axis=0)):
+        tl.store(tile_expert_ptr + start + i, expert, mask=i < tiles)
+    tl.debug_barrier()
+    row = rank + tl.load(offset_ptr + bins, mask=keep, other=0)
+    row += tl.load(expert_start_ptr + bins // (SLOTS + 1), mask=keep, other=0)
+    tl.store(sorted_ptr + row, pair, mask=keep)
+
+
+@triton.jit
 def _rank_kernel(
     ids_ptr, map_ptr, adapter_ptr, slot_id_ptr, bin_ptr, rank_ptr, count_ptr,
     num_pairs, top_k, global_experts, local_experts, num_bins,
@@ -63,19 +130,11 @@ def _rank_kernel(
     for i in range(CHUNK // SUB):
         pair = chunk * CHUNK + i * SUB + lane
         inside = pair < num_pairs
-        expert = tl.load(ids_ptr + pair, mask=inside, other=-1)
-        keep = (expert >= 0) & (expert < global_experts)
-        if HAS_MAP:
-            expert = tl.load(map_ptr + expert, mask=keep, other=-1)
-        keep = keep & (expert >= 0) & (expert < local_experts)
-        bins = expert.to(tl.int32) * (SLOTS + 1)
-        if SLOTS > 0:
-            adapter = tl.load(adapter_ptr + pair // top_k, mask=inside, other=-1)
-            slot = tl.arange(0, SLOTS_PAD)
-            slot_id = tl.load(slot_id_ptr + slot, mask=slot < SLOTS, other=-1)
-            hit = (adapter[:, None] == slot_id[None, :]) & (adapter >= 0)[:, None]
-            bins += tl.max(tl.where(hit, slot[None, :] + 1, 0), axis=1)
-        bins = tl.where(keep, bins, -1)
+        bins = _bins(
+            pair, inside, ids_ptr, map_ptr, adapter_ptr, slot_id_ptr, top_k, global_experts, local_experts,
+            SLOTS, SLOTS_PAD, HAS_MAP,
+        )  # fmt: skip
+        keep = bins >= 0
         same = bins[:, None] == bins[None, :]
         earlier = tl.sum((same & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
         total = tl.sum(same.to(tl.int32), axis=1)
@@ -188,28 +247,51 @@ def align(
         block_m=block_m,
         slots=slots,
     )
+    inputs = dict(
+        ids_ptr=topk_ids,
+        map_ptr=topk_ids if expert_map is None else expert_map,
+        adapter_ptr=topk_ids if adapter_ids is None else adapter_ids,
+        slot_id_ptr=topk_ids if slot_ids is None else slot_ids,
+    )
+    sizes = dict(
+        num_pairs=num_pairs,
+        top_k=top_k,
+        global_experts=local_experts if expert_map is None else expert_map.shape[0],
+        local_experts=local_experts,
+    )
+    bins_pad, experts_pad = next_power_of_2(bins), next_power_of_2(local_experts)
+    variant = dict(SLOTS=slots, SLOTS_PAD=next_power_of_2(max(slots, 1)), HAS_MAP=expert_map is not None)
+    if num_pairs <= _SMALL_PAIRS and bins_pad * experts_pad <= _SMALL_BINS:
+        launch(
+            _small_align_kernel,
+            (1,),
+            inputs
+            | dict(
+                bin_ptr=out.pair_bin,
+                offset_ptr=out.bin_offset,
+                total_ptr=out.bin_count,
+                expert_start_ptr=out.expert_start,
+                num_tiles_ptr=out.num_tiles,
+                sorted_ptr=out.sorted_pair,
+                tile_expert_ptr=out.tile_expert,
+            )
+            | sizes
+            | dict(sorted_rows=max_tiles * block_m),
+            num_warps=8,
+            PAIRS=max(16, next_power_of_2(num_pairs)),
+            BINS_PAD=bins_pad,
+            EXPERTS_PAD=experts_pad,
+            BLOCK_M=block_m,
+            **variant,
+        )
+        return out
     rank, expert_total = empty(num_pairs), empty(local_experts)
     count = torch.zeros(chunks * num_bins, dtype=torch.int32, device=device)
     launch(
         _rank_kernel,
         (chunks,),
-        dict(
-            ids_ptr=topk_ids,
-            map_ptr=topk_ids if expert_map is None else expert_map,
-            adapter_ptr=topk_ids if adapter_ids is None else adapter_ids,
-            slot_id_ptr=topk_ids if slot_ids is None else slot_ids,
-            bin_ptr=out.pair_bin,
-            rank_ptr=rank,
-            count_ptr=count,
-            num_pairs=num_pairs,
-            top_k=top_k,
-            global_experts=local_experts if expert_map is None else expert_map.shape[0],
-            local_experts=local_experts,
-            num_bins=num_bins,
-        ),
-        SLOTS=slots,
-        SLOTS_PAD=next_power_of_2(max(slots, 1)),
-        HAS_MAP=expert_map is not None,
+        inputs | dict(bin_ptr=out.pair_bin, rank_ptr=rank, count_ptr=count) | sizes | dict(num_bins=num_bins),
+        **variant,
         CHUNK=_CHUNK,
         SUB=_SUB,
     )
@@ -225,7 +307,7 @@ def align(
             num_bins=num_bins,
         ),
         BINS=bins,
-        BINS_PAD=next_power_of_2(bins),
+        BINS_PAD=bins_pad,
         CHUNKS=min(64, next_power_of_2(chunks)),
     )
     launch(
@@ -238,7 +320,7 @@ def align(
             local_experts=local_experts,
         ),
         BLOCK_M=block_m,
-        EXPERTS_PAD=next_power_of_2(local_experts),
+        EXPERTS_PAD=experts_pad,
     )
     launch(
         _scatter_kernel,

@@ -15,12 +15,13 @@ def _combine_kernel(o_ptr, weight_ptr, bin_ptr, y_ptr, columns, TOP_K: tl.conste
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = column < columns
     acc = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for k in range(TOP_K):
+    # Unrolled, so that all K rows are in flight at once.
+    for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
-        # A skipped pair's row was never written: leave it out by mask, not by a zero weight.
-        if tl.load(bin_ptr + pair) >= 0:
-            weight = tl.load(weight_ptr + pair)
-            acc += weight * to_f32(tl.load(o_ptr + pair * columns + column, mask=mask, other=0.0))
+        # A skipped pair's row was never written: leave it out by selection, not by a zero weight.
+        kept = tl.load(bin_ptr + pair) >= 0
+        o = to_f32(tl.load(o_ptr + pair * columns + column, mask=mask & kept, other=0.0))
+        acc = tl.where(kept, acc + tl.load(weight_ptr + pair) * o, acc)
     tl.store(y_ptr + token * columns + column, to_dtype(acc, y_ptr.dtype.element_ty), mask=mask)
 
 

@@ -9,8 +9,8 @@ pair order, so nothing is ever read from or written to a padding row.
 Operands: e4m3 x e4m3 (W8A8), f16 x e4m3 (W8A16: the weight becomes f16 in registers), bf16 x bf16. Devices without
 e4m3 multiply the decoded codes in f16, which holds every code exactly. Scales that vary along the reduction (128-wide
 weight blocks, activation groups) multiply each step's product before it joins the f32 accumulator; constant ones
-wait for the epilogue. Where the device's FP8 accumulator is narrower than f32 (Hopper), it is emptied into f32
-every step.
+wait for the epilogue. Where the matrix unit's FP8 accumulator is narrower than f32, it is emptied into f32 every
+step: inside Hopper's warpgroup instruction ("fp8"), by an addition of its own on 8.9 and 12.x ("fp8_add").
 
 LoRA: rows of a tile are sorted by adapter, so a loop over the tile's adapters reads each B tile once; a row takes
 the delta of its own adapter by selection, never by adding zero, so base rows keep their bits whatever an unused slot
@@ -33,7 +33,7 @@ BLOCK = 128  # side of a weight scale's block
 @triton.jit
 def _operand(x, KIND: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr):
     if KIND == "e4m3":
-        if DOT == "fp8":
+        if DOT == "fp8" or DOT == "fp8_add":
             y = x.to(tl.float8e4nv, bitcast=True)
         elif NATIVE:
             y = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -51,6 +51,8 @@ def dot(a, b, acc, DOT: tl.constexpr, STEP: tl.constexpr):
         y = tl.dot(to_f32(a), to_f32(b), acc, input_precision="ieee")
     elif DOT == "fp8":
         y = tl.dot(a, b, acc, max_num_imprecise_acc=STEP)
+    elif DOT == "fp8_add":
+        y = acc + tl.dot(a, b, max_num_imprecise_acc=STEP)
     else:
         y = tl.dot(a, b, acc)
     return y
@@ -217,10 +219,13 @@ def choose_config(
     if target.capability is None:
         return GemmConfig(min(128, next_power_of_2(max(columns, 16))), 128, 4, 1)
     # Two accumulators, and a third value while a step's product waits for its scale, share the registers.
-    wide = block_m >= 128 and (halves == 2 or two_level)
-    block_n = 64 if block_m <= 16 or (halves == 2 and (two_level or block_m >= 64)) or wide else 128
+    narrow = halves == 2 if block_m < 128 else halves == 2 or two_level
+    if (9, 0) <= target.capability < (12, 0) and block_m >= 64 and not two_level:
+        # Warpgroup tiles: only FP8's promotion needs that third value.
+        narrow = block_m >= 128 and halves == 2 and a_bytes == 1
+    block_n = 64 if narrow else 128
     num_warps = 8 if block_m >= 64 else 4
-    block_k = 128 if max(a_bytes, w_bytes) == 1 or two_level else 64
+    block_k = 128 if max(a_bytes, w_bytes) == 1 or two_level or block_m <= 32 else 64
     stage = block_m * block_k * a_bytes + halves * block_n * block_k * w_bytes
     # A quarter is left to what the compiler adds (layout conversions, the expand's tiles).
     num_stages = max(2, min(4, int(target.shared_memory * 0.75) // stage))
@@ -275,8 +280,10 @@ def grouped_gemm(
     w_kind = "e4m3" if w.dtype == torch.uint8 else "bf16"
     if w_kind == "bf16":
         dot_kind = "bf16"
+    elif a_kind == "e4m3" and target.native_fp8:
+        dot_kind = "fp8" if target.wide_fp8_accumulator else "fp8_add"
     else:
-        dot_kind = "fp8" if a_kind == "e4m3" and target.native_fp8 else "f16"
+        dot_kind = "f16"
     block_scale = w_scale is not None and w_scale.dim() == 3
     two_level = a_group > 0 or block_scale
     config = choose_config(alignment.block_m, halves, columns, two_level, a.element_size(), w.element_size(), target)

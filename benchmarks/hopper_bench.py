@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from isomoe.cuda_impl.hopper.fused import HopperAdapters, HopperWeights, hopper_fused_moe, prepare_weights
-from isomoe.cuda_impl.hopper.regime import DECODE16, DECODE32, ONE_TOKEN, PREFILL
+from isomoe.cuda_impl.hopper.regime import DECODE16, DECODE32, DECODE64, ONE_TOKEN, PREFILL
 
 COPY_GBPS, FP8_TFLOPS, BF16_TFLOPS = 4282.0, 1553.0, 807.0
 F8 = torch.float8_e4m3fn
@@ -286,14 +286,15 @@ def main() -> None:
     parser.add_argument("--lora", default="0", help="0 or RANKxADAPTERS, comma separated")
     parser.add_argument("--recipe", default="w8a8")
     parser.add_argument("--routing", default="uniform")
-    parser.add_argument("--regime", help="force a chain: one_token, decode16, decode32 or prefill")
-    parser.add_argument("--promote", action="store_true")
+    parser.add_argument("--regime", help="force a chain: one_token, decode16, decode32, decode64 or prefill")
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    regimes = {"one_token": ONE_TOKEN, "decode16": DECODE16, "decode32": DECODE32, "prefill": PREFILL}
+    regimes = {
+        "one_token": ONE_TOKEN, "decode16": DECODE16, "decode32": DECODE32, "decode64": DECODE64, "prefill": PREFILL,
+    }  # fmt: skip
     for name in args.shapes.split(","):
         shape = SHAPES[name]
         for scheme in args.schemes.split(","):
@@ -306,7 +307,6 @@ def main() -> None:
                     batches = [make_batch(shape, tokens, s, count, args.routing) for s in range(sets)]
                     options = {
                         "recipe": args.recipe,
-                        "promote": args.promote,
                         "regime": regimes[args.regime] if args.regime else None,
                     }
                     calls = [
@@ -322,8 +322,6 @@ def main() -> None:
                     }  # fmt: skip
                     if args.regime:
                         row["regime"] = args.regime
-                    if args.promote:
-                        row["promote"] = True
                     try:
                         poison()
                         got = calls[0]()

@@ -189,6 +189,8 @@ def _main_loop(
     hi_ptr = lo_ptr + (N_BLOCKS // HALVES) * K_STEPS
     # The tensor core's fp8 accumulator truncates, so a product leaves it after 128 columns; fp16's does not.
     PROMOTE: gl.constexpr = BLOCK or not A16
+    # Widened weights of both halves beside two wide accumulators do not fit in registers.
+    ONE_BY_ONE: gl.constexpr = A16 and TOKENS > 16
     zero = gl.zeros([128, TOKENS], gl.float32, MMA)
     if BLOCK:
         s_lo = gl.load(lo_ptr)
@@ -212,7 +214,13 @@ def _main_loop(
             mbarrier.arrive(turn, count=1, pred=k == K_STEPS - 1)
         if PROMOTE:
             d = _multiply(w_bufs.index(slot * HALVES), x, zero, False, A16, MMA)
-            if GATED:
+            if GATED and ONE_BY_ONE:
+                d = warpgroup_mma_wait(0, deps=[d])
+                lo += d * (sx * s_lo)[None, :]
+                d_hi = _multiply(w_bufs.index(slot * HALVES + 1), x, d, False, A16, MMA)
+                d_hi = warpgroup_mma_wait(0, deps=[d_hi])
+                hi += d_hi * (sx * s_hi)[None, :]
+            elif GATED:
                 d_hi = _multiply(w_bufs.index(slot * HALVES + 1), x, zero, False, A16, MMA)
                 d, d_hi = warpgroup_mma_wait(0, deps=[d, d_hi])
                 if BLOCK:
@@ -223,7 +231,8 @@ def _main_loop(
                 d = warpgroup_mma_wait(0, deps=[d])
             mbarrier.arrive(empty.index(slot), count=1)
             if BLOCK:
-                lo += d * (sx * s_lo)[None, :]
+                if not (GATED and ONE_BY_ONE):
+                    lo += d * (sx * s_lo)[None, :]
                 s_lo = lo_next
                 s_hi = hi_next
                 sx = sx_next
@@ -231,7 +240,11 @@ def _main_loop(
                 lo += d
         else:
             lo = _multiply(w_bufs.index(slot * HALVES), x, lo, True, A16, MMA)
-            if GATED:
+            if GATED and ONE_BY_ONE:
+                lo = warpgroup_mma_wait(0, deps=[lo])
+                hi = _multiply(w_bufs.index(slot * HALVES + 1), x, hi, True, A16, MMA)
+                hi = warpgroup_mma_wait(0, deps=[hi])
+            elif GATED:
                 hi = _multiply(w_bufs.index(slot * HALVES + 1), x, hi, True, A16, MMA)
                 lo, hi = warpgroup_mma_wait(0, deps=[lo, hi])
             else:

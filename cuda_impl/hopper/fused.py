@@ -106,6 +106,9 @@ def prepare_weights(
     for name, scale, shape in (("w13_scale", w13_scale, want[0]), ("w2_scale", w2_scale, want[1])):
         if tuple(scale.shape) != shape:
             raise ValueError(f"{name}: got {list(scale.shape)}, want {list(shape)} for scheme {scheme!r}")
+    if scheme != "block":
+        # The kernels divide by a row's scale where adapters are added; codes times 2^-60 vanish as codes times 0 do.
+        w13_scale, w2_scale = (torch.where(s == 0, 2.0**-60, s) for s in (w13_scale, w2_scale))
     return HopperWeights(
         "block" if scheme == "block" else "channel",
         w13,
@@ -158,7 +161,6 @@ class _Call:
     expert_map: torch.Tensor | None
     out: torch.Tensor
     a16: bool
-    promote: bool
 
     @property
     def block(self) -> bool:
@@ -214,7 +216,7 @@ def _prefill(call: _Call) -> None:
     hq, hs = call.quantised_hidden(plan.rows) if call.block else (None, None)
     grouped_gemm(
         xq, xs, weights.w13, weights.w13_scale, plan, block=call.block, activation=weights.activation, out=hidden,
-        q=hq, q_scale=hs, lora_b=call.lora("b13"), shrunk=s13, promote=call.promote,
+        q=hq, q_scale=hs, lora_b=call.lora("b13"), shrunk=s13,
     )  # fmt: skip
     s2 = None
     if call.adapters is not None:
@@ -224,7 +226,7 @@ def _prefill(call: _Call) -> None:
     rows = call.bf16(plan.rows, call.x.shape[1])
     grouped_gemm(
         hq, hs, weights.w2, weights.w2_scale, plan, block=call.block, activation=None, out=rows,
-        lora_b=call.lora("b2"), shrunk=s2, promote=call.promote,
+        lora_b=call.lora("b2"), shrunk=s2,
     )  # fmt: skip
     combine(rows, call.topk_weights, plan.pos, call.out)
 
@@ -325,7 +327,6 @@ def hopper_fused_moe(
     adapter_slots: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     recipe: str = "w8a8",
-    promote: bool = False,
     regime: Regime | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -339,7 +340,6 @@ def hopper_fused_moe(
       adapters: stacked LoRA matrices, with `adapter_slots`, int ``[T]``: a slot, or -1 for base.
       expert_map: int ``[E_global]``: local index or -1.
       recipe: "w8a8" quantises activations (1x128 for block scales, else per token); "w8a16" keeps them.
-      promote: see `prefill_gemm.grouped_gemm`; concerns large batches with channel scales only.
       regime: force a chain (tests, batch invariance); None chooses.
       out: bf16 ``[T, H]`` to write to.
 
@@ -354,12 +354,12 @@ def hopper_fused_moe(
     tokens, topk = topk_ids.shape
     if not tokens:
         return out
-    call = _Call(
-        x, topk_weights, topk_ids, weights, adapters, adapter_slots, expert_map, out, recipe == "w8a16", promote
-    )
+    call = _Call(x, topk_weights, topk_ids, weights, adapters, adapter_slots, expert_map, out, recipe == "w8a16")
     experts = expert_map.shape[0] if expert_map is not None else call.experts
     if regime is None:
-        regime = choose(tokens, topk, experts, w8a16=call.a16, block=call.block)
+        regime = choose(
+            tokens, topk, experts, w8a16=call.a16, block=call.block, lora=adapters is not None
+        )
     if regime.chain == "prefill":
         if call.a16:
             raise ValueError("regime: got 'prefill' with recipe 'w8a16', want 'decode' or 'one_token'")

@@ -43,6 +43,18 @@ def _requantized(v, MODE: tl.constexpr):
 
 
 @triton.jit
+def _through_memory(ptrs, v, mask):
+    """`v` itself, by way of global memory, so that no layout choice crosses over.
+
+    Otherwise the adapter's small product would pull the big product's tile into its own register layout, which is slow
+    and sums in another order than the kernel without adapters.
+    """
+    tl.store(ptrs, v, mask=mask)
+    tl.debug_barrier()
+    return tl.load(ptrs, mask=mask, other=0.0, volatile=True)
+
+
+@triton.jit
 def _glu(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
@@ -112,6 +124,7 @@ def _w13_kernel(
     b_ptr,
     shrunk_ptr,
     h_ptr,
+    scratch_ptr,
     global_experts,
     I: tl.constexpr,
     H: tl.constexpr,
@@ -165,6 +178,8 @@ def _w13_kernel(
             gate = tl.sum(gate_w.to(tl.float32) * flat[None, :], axis=1) * gate_s
             up = tl.sum(up_w.to(tl.float32) * flat[None, :], axis=1) * up_s
         if RANK > 0:
+            gate = _through_memory(scratch_ptr + pair * 2 * I + row, gate, row < I)
+            up = _through_memory(scratch_ptr + pair * 2 * I + I + row, up, row < I)
             slot = tl.load(slots_ptr).to(tl.int32)
             if (slot >= 0) & (slot < SLOTS):
                 r = tl.arange(0, RANK)
@@ -193,6 +208,7 @@ def _w2_kernel(
     shrunk_ptr,
     weight_ptr,
     y_ptr,
+    scratch_ptr,
     global_experts,
     I: tl.constexpr,
     H: tl.constexpr,
@@ -246,6 +262,8 @@ def _w2_kernel(
     if not BLOCK:
         out = out * s
     if RANK > 0:
+        at = scratch_ptr + pair[:, None] * H + row[None, :]
+        out = _through_memory(at, out, (pair < K)[:, None] & (row < H)[None, :])
         slot = tl.load(slots_ptr).to(tl.int32)
         if (slot >= 0) & (slot < SLOTS):
             r = tl.arange(0, RANK)
@@ -275,6 +293,7 @@ def _w2_row_block(
     h_ptr,
     b_ptr,
     shrunk_ptr,
+    scratch_ptr,
     slot,
     I: tl.constexpr,
     H: tl.constexpr,
@@ -295,6 +314,7 @@ def _w2_row_block(
     if not BLOCK:
         out = out * s
     if RANK > 0:
+        out = _through_memory(scratch_ptr + pair * H + row, out, row < H)
         if (slot >= 0) & (slot < SLOTS):
             r = tl.arange(0, RANK)
             at = slot.to(tl.int64) * B_EXPERTS
@@ -346,6 +366,7 @@ def _w2_loop_kernel(
     shrunk_ptr,
     weight_ptr,
     y_ptr,
+    scratch_ptr,
     global_experts,
     I: tl.constexpr,
     H: tl.constexpr,
@@ -377,7 +398,8 @@ def _w2_loop_kernel(
     y = tl.zeros([ROWS], tl.float32)
     if first < K:
         out = _w2_row_block(
-            w, s, first, expert, row, h_ptr, b_ptr, shrunk_ptr, slot, I, H, BLOCK, MODE, RANK, B_EXPERTS, SLOTS, GROUPS_P
+            w, s, first, expert, row, h_ptr, b_ptr, shrunk_ptr, scratch_ptr, slot,
+            I, H, BLOCK, MODE, RANK, B_EXPERTS, SLOTS, GROUPS_P,
         )  # fmt: skip
         y += out * tl.load(weight_ptr + first).to(tl.float32)
     for k in range(first + 1, K):
@@ -385,10 +407,24 @@ def _w2_loop_kernel(
         if expert >= 0:
             w, s = _w2_ask(w_ptr, scale_ptr, expert, row0, I, H, BLOCK, ROWS, GROUPS_P)
             out = _w2_row_block(
-                w, s, k, expert, row, h_ptr, b_ptr, shrunk_ptr, slot, I, H, BLOCK, MODE, RANK, B_EXPERTS, SLOTS, GROUPS_P
+                w, s, k, expert, row, h_ptr, b_ptr, shrunk_ptr, scratch_ptr, slot,
+                I, H, BLOCK, MODE, RANK, B_EXPERTS, SLOTS, GROUPS_P,
             )  # fmt: skip
             y += out * tl.load(weight_ptr + k).to(tl.float32)
     tl.store(y_ptr + row, y.to(tl.bfloat16), mask=row < H)
+
+
+def tiles(h: int, i: int, k: int) -> dict[str, int]:
+    """Rows and warps of a program of each launch; ``together``: w2 takes all pairs at once."""
+    wide = h > 4096
+    return {
+        "w13_rows": 4 if wide else 8,
+        "w13_warps": 8 if wide else 4,
+        "w2_rows": 8,
+        "w2_warps": 4,
+        "together": triton.next_power_of_2(k) * triton.next_power_of_2(i) <= 8192,
+        "ranks": 4,
+    }
 
 
 def one_token(
@@ -416,10 +452,12 @@ def one_token(
     experts, i2, h = w13.shape
     i = i2 // 2
     k = topk_ids.shape[1]
+    tile = tiles(h, i, k)
     mode = ("group" if block else "token") if quantised else "none"
     hidden = torch.empty((k, i), dtype=torch.bfloat16, device=x.device)
     slots_count = lora[0].shape[0] if lora is not None else 0
     rank = lora[2].shape[2] if lora is not None else 0
+    scratch = torch.empty(k * max(h, i2), dtype=torch.float32, device=x.device) if rank else x
     globally = expert_map.shape[0] if expert_map is not None else experts
     emap = expert_map if expert_map is not None else topk_ids
     slot = slots if slots is not None else topk_ids
@@ -429,27 +467,24 @@ def one_token(
         d = a.shape[-1]
         ranks = a[0, 0].numel() // d
         result = torch.empty((k, ranks), dtype=torch.bfloat16, device=x.device)
-        _shrink_kernel[(k, triton.cdiv(ranks, 4))](
+        _shrink_kernel[(k, triton.cdiv(ranks, tile["ranks"]))](
             v, a, topk_ids, emap, slot, result, globally,
-            D=d, R=ranks, A_EXPERTS=a.shape[1], SAME_ROW=same_row, EARLY=not same_row, BR=4,
+            D=d, R=ranks, A_EXPERTS=a.shape[1], SAME_ROW=same_row, EARLY=not same_row, BR=tile["ranks"],
             D_P=triton.next_power_of_2(d), **common, num_warps=4, launch_pdl=True,
         )  # fmt: skip
         return result
 
     s13 = shrunk(x, lora[0], True) if lora is not None else x
-    wide = h > 4096
-    rows = 4 if wide else 8
-    _w13_kernel[(k, triton.cdiv(i, rows))](
-        x, w13, w13_scale, topk_ids, emap, slot, lora[1] if lora is not None else x, s13, hidden, globally,
-        I=i, H=h, BLOCK=block, MODE=mode, ACTIVATION=activation, RANK=rank, EARLY=lora is not None, ROWS=rows,
-        GROUPS_P=triton.next_power_of_2(triton.cdiv(h, 128)), **common, num_warps=8 if wide else 4, launch_pdl=True,
+    _w13_kernel[(k, triton.cdiv(i, tile["w13_rows"]))](
+        x, w13, w13_scale, topk_ids, emap, slot, lora[1] if lora is not None else x, s13, hidden, scratch, globally,
+        I=i, H=h, BLOCK=block, MODE=mode, ACTIVATION=activation, RANK=rank, EARLY=lora is not None,
+        ROWS=tile["w13_rows"], GROUPS_P=triton.next_power_of_2(triton.cdiv(h, 128)), **common,
+        num_warps=tile["w13_warps"], launch_pdl=True,
     )  # fmt: skip
     s2 = shrunk(hidden, lora[2], False) if lora is not None else x
-    together = triton.next_power_of_2(k) * triton.next_power_of_2(i) <= 8192
-    rows = 8
-    (_w2_kernel if together else _w2_loop_kernel)[(triton.cdiv(h, rows),)](
-        hidden, w2, w2_scale, topk_ids, emap, slot, lora[3] if lora is not None else x, s2, topk_weights, out, globally,
+    (_w2_kernel if tile["together"] else _w2_loop_kernel)[(triton.cdiv(h, tile["w2_rows"]),)](
+        hidden, w2, w2_scale, topk_ids, emap, slot, lora[3] if lora is not None else x, s2, topk_weights, out, scratch, globally,
         I=i, H=h, K=k, K_P=triton.next_power_of_2(k), BLOCK=block, MODE=mode, RANK=rank,
-        B_EXPERTS=lora[3].shape[1] if lora is not None else 1, ROWS=rows,
-        GROUPS_P=triton.next_power_of_2(triton.cdiv(i, 128)), **common, num_warps=4, launch_pdl=True,
+        B_EXPERTS=lora[3].shape[1] if lora is not None else 1, ROWS=tile["w2_rows"],
+        GROUPS_P=triton.next_power_of_2(triton.cdiv(i, 128)), **common, num_warps=tile["w2_warps"], launch_pdl=True,
     )  # fmt: skip

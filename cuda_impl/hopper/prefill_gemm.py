@@ -6,13 +6,13 @@ two boxes of 128: for w13 a gate box and the up box that belongs to it, so ``act
 w2 two neighbouring boxes. Rows arrive sorted by (expert, adapter) with every expert padded to 64 rows, and a tile
 whose second half is empty costs one warpgroup nothing but the handshakes.
 
-Scales. ``channel``: one scale a row and one a weight row, both applied once after the K loop. ``block``: every
-128-column step is multiplied into a temporary that is scaled and added in f32 (the tensor core's own fp8 accumulator
-keeps too few bits, and the scales change there anyway). The temporary of one step is the accumulator operand of the
-next with ``use_acc=False``: given a fresh zero tensor instead, the assembler keeps two of them and spills.
+Scales. Every 128-column step is multiplied into a temporary that is added in f32, because the tensor core's own fp8
+accumulator truncates. ``block`` scales the temporary first; ``channel`` (one scale a row, one a weight row) scales
+the sum. The temporary of one step is the accumulator operand of the next with ``use_acc=False``: given a fresh zero
+tensor instead, the assembler keeps two of them and spills.
 
-LoRA. The B tiles of the adapters present in the tile travel through the same ring as weight stages of their own, before the K
-loop for ``block`` (while the temporary is free) and after it for ``channel`` (once the scales are in). Their product
+LoRA. The B tiles of the adapters present in the tile travel through the same ring as stages of their own, before the K
+loop, while the temporary is free (after it the assembler would serialise the products and spill). Their product
 goes through the temporary and is added only where the row belongs to that adapter, so a base row's arithmetic is the
 same with and without adapters.
 """
@@ -35,13 +35,6 @@ from .device_math import EPS, INV_FP8_MAX, advance, glu
 from .plan import RowPlan
 
 TILE_FIELDS = gl.constexpr(8)
-
-
-@gluon.jit
-def _before(slot, STAGES: gl.constexpr):
-    # Computed, not carried through the loop: the compiler takes a carried copy (`prev = slot`) for the value that
-    # it was before the loop.
-    return gl.where(slot == 0, STAGES - 1, slot - 1)
 
 
 @gluon.jit
@@ -155,20 +148,14 @@ def _producer(
         if RANK > 0:
             seg0 = gl.load(tile + 3)
             nseg = gl.load(tile + 4)
-            if BLOCK:
-                slot, phase = _load_lora(
-                    lora_desc, seg_slot_ptr, seg0, nseg, expert, n0, full, empty, b_bufs, slot, phase,
-                    N, LORA_E, GATED, RANK, STAGES,
-                )  # fmt: skip
-        slot, phase = _load_tile(
-            a_desc, b_desc, row0, two, b_row0, b_row1, full, empty, a_bufs, b_bufs, slot, phase,
-            (K + 127) // 128, STAGES,
-        )  # fmt: skip
-        if RANK > 0 and not BLOCK:
             slot, phase = _load_lora(
                 lora_desc, seg_slot_ptr, seg0, nseg, expert, n0, full, empty, b_bufs, slot, phase,
                 N, LORA_E, GATED, RANK, STAGES,
             )  # fmt: skip
+        slot, phase = _load_tile(
+            a_desc, b_desc, row0, two, b_row0, b_row1, full, empty, a_bufs, b_bufs, slot, phase,
+            (K + 127) // 128, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -240,7 +227,7 @@ def _add_lora(
 
 
 @gluon.jit
-def _block_tile(
+def _main_loop(
     lo_acc,
     hi_acc,
     tmp,
@@ -305,34 +292,6 @@ def _block_tile(
 
 
 @gluon.jit
-def _channel_tile(
-    full,
-    empty,
-    a_bufs,
-    b_bufs,
-    slot,
-    phase,
-    WG: gl.constexpr,
-    K_STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 32])
-    acc = gl.zeros([64, 256], gl.float32, MMA)
-    for k in range(K_STEPS):
-        mbarrier.wait(full.index(slot), phase)
-        acc = warpgroup_mma(
-            a_bufs.index(slot * 2 + WG), b_bufs.index(slot).permute((1, 0)), acc, use_acc=k > 0, is_async=True
-        )
-        # One product stays in flight; the stage before it is read out by now.
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1, pred=k > 0)
-        slot, phase = advance(slot, phase, STAGES)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(_before(slot, STAGES)), count=1)
-    return acc, slot, phase
-
-
-@gluon.jit
 def _store_half(value, out_desc, stage, row, col):
     tma.store_wait(0)
     stage.store(value.to(gl.bfloat16))
@@ -363,7 +322,6 @@ def _consumer(
     K: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK: gl.constexpr,
-    PROMOTE: gl.constexpr,
     RANK: gl.constexpr,
     ACTIVATION: gl.constexpr,
     STAGES: gl.constexpr,
@@ -392,59 +350,40 @@ def _consumer(
             nseg = gl.load(tile + 4)
         if valid > WG * 64:
             rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, HALF))
-            if BLOCK:
-                nb = n0 // 128
-                if GATED:
-                    nb_hi = nb + HALF_BLOCKS
-                else:
-                    nb_hi = gl.minimum(nb + 1, HALF_BLOCKS - 1)
-                lo = gl.zeros([64, 128], gl.float32, HALF)
-                hi = gl.zeros([64, 128], gl.float32, HALF)
-                if RANK > 0:
-                    lo, hi, tmp, slot, phase = _add_lora(
-                        lo, hi, tmp, lora_layout, shrunk_ptr, row_slot_ptr, seg_slot_ptr, seg0, nseg, row0,
-                        full, empty, b_bufs, slot, phase, GATED, RANK, STAGES,
-                    )  # fmt: skip
-                lo, hi, tmp, slot, phase = _block_tile(
-                    lo, hi, tmp, a_scale_ptr, b_scale_ptr, row0, expert, nb, nb_hi, full, empty, a_bufs, b_bufs,
-                    slot, phase, WG, HALF_BLOCKS * (2 if GATED else 1), K_STEPS, True, STAGES,
-                )  # fmt: skip
+            cols = n0 + gl.arange(0, 128, gl.SliceLayout(0, HALF))
+            nb = n0 // 128
+            if GATED:
+                nb_hi = nb + HALF_BLOCKS
+                lo_inside = cols < N
+                hi_inside = lo_inside
+                lo_ptrs = b_scale_ptr + expert * 2 * N + cols
+                hi_ptrs = lo_ptrs + N
             else:
-                if PROMOTE:
-                    lo = gl.zeros([64, 128], gl.float32, HALF)
-                    hi = gl.zeros([64, 128], gl.float32, HALF)
-                    lo, hi, tmp, slot, phase = _block_tile(
-                        lo, hi, tmp, a_scale_ptr, b_scale_ptr, row0, expert, 0, 0, full, empty, a_bufs, b_bufs,
-                        slot, phase, WG, 1, K_STEPS, False, STAGES,
-                    )  # fmt: skip
-                else:
-                    acc, slot, phase = _channel_tile(
-                        full, empty, a_bufs, b_bufs, slot, phase, WG, K_STEPS, STAGES
-                    )
-                    lo, hi = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
-                    lo = gl.convert_layout(lo, HALF, assert_trivial=True)
-                    hi = gl.convert_layout(hi, HALF, assert_trivial=True)
-                cols = gl.arange(0, 128, gl.SliceLayout(0, HALF))
+                nb_hi = gl.minimum(nb + 1, HALF_BLOCKS - 1)
+                lo_inside = cols < N
+                hi_inside = cols + 128 < N
+                lo_ptrs = b_scale_ptr + expert * N + cols
+                hi_ptrs = lo_ptrs + 128
+            lo = gl.zeros([64, 128], gl.float32, HALF)
+            hi = gl.zeros([64, 128], gl.float32, HALF)
+            if RANK > 0:
+                lo, hi, tmp, slot, phase = _add_lora(
+                    lo, hi, tmp, lora_layout, shrunk_ptr, row_slot_ptr, seg_slot_ptr, seg0, nseg, row0,
+                    full, empty, b_bufs, slot, phase, GATED, RANK, STAGES,
+                )  # fmt: skip
+                if not BLOCK:
+                    # The scales come after the loop, so they are taken out here first.
+                    sa = gl.load(a_scale_ptr + rows)
+                    lo = gl.fdiv(lo, sa[:, None] * gl.load(lo_ptrs, mask=lo_inside, other=1.0)[None, :])
+                    hi = gl.fdiv(hi, sa[:, None] * gl.load(hi_ptrs, mask=hi_inside, other=1.0)[None, :])
+            lo, hi, tmp, slot, phase = _main_loop(
+                lo, hi, tmp, a_scale_ptr, b_scale_ptr, row0, expert, nb, nb_hi, full, empty, a_bufs, b_bufs,
+                slot, phase, WG, HALF_BLOCKS * (2 if GATED else 1), K_STEPS, BLOCK, STAGES,
+            )  # fmt: skip
+            if not BLOCK:
                 sa = gl.load(a_scale_ptr + rows)
-                if GATED:
-                    inside = n0 + cols < N
-                    w_ptrs = b_scale_ptr + expert * 2 * N + n0 + cols
-                    w_lo = gl.load(w_ptrs, mask=inside, other=0.0)
-                    lo = lo * sa[:, None] * w_lo[None, :]
-                    w_hi = gl.load(w_ptrs + N, mask=inside, other=0.0)
-                    hi = hi * sa[:, None] * w_hi[None, :]
-                else:
-                    w_ptrs = b_scale_ptr + expert * N + n0 + cols
-                    w_lo = gl.load(w_ptrs, mask=n0 + cols < N, other=0.0)
-                    lo = lo * sa[:, None] * w_lo[None, :]
-                    w_hi = gl.load(w_ptrs + 128, mask=n0 + 128 + cols < N, other=0.0)
-                    hi = hi * sa[:, None] * w_hi[None, :]
-                if RANK > 0:
-                    free = gl.zeros([64, 128], gl.float32, HALF)
-                    lo, hi, free, slot, phase = _add_lora(
-                        lo, hi, free, lora_layout, shrunk_ptr, row_slot_ptr, seg_slot_ptr, seg0, nseg, row0,
-                        full, empty, b_bufs, slot, phase, GATED, RANK, STAGES,
-                    )  # fmt: skip
+                lo = lo * (sa[:, None] * gl.load(lo_ptrs, mask=lo_inside, other=0.0)[None, :])
+                hi = hi * (sa[:, None] * gl.load(hi_ptrs, mask=hi_inside, other=0.0)[None, :])
             if GATED:
                 h = glu(lo, hi, ACTIVATION)
                 if BLOCK and N % 128 != 0:
@@ -502,7 +441,6 @@ def grouped_gemm_kernel(
     K: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK: gl.constexpr,
-    PROMOTE: gl.constexpr,
     RANK: gl.constexpr,
     LORA_E: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -524,7 +462,7 @@ def grouped_gemm_kernel(
                 (
                     0, a_scale_ptr, b_scale_ptr, out_desc, q_desc, q_scale_ptr, LORA_LAYOUT, shrunk_ptr, row_slot_ptr,
                     seg_slot_ptr, tiles_ptr, counts_ptr, full, empty, a_bufs, b_bufs, stages,
-                    N, K, GATED, BLOCK, PROMOTE, RANK, ACTIVATION, STAGES,
+                    N, K, GATED, BLOCK, RANK, ACTIVATION, STAGES,
                 ),
             ),
             (
@@ -532,7 +470,7 @@ def grouped_gemm_kernel(
                 (
                     1, a_scale_ptr, b_scale_ptr, out_desc, q_desc, q_scale_ptr, LORA_LAYOUT, shrunk_ptr, row_slot_ptr,
                     seg_slot_ptr, tiles_ptr, counts_ptr, full, empty, a_bufs, b_bufs, stages,
-                    N, K, GATED, BLOCK, PROMOTE, RANK, ACTIVATION, STAGES,
+                    N, K, GATED, BLOCK, RANK, ACTIVATION, STAGES,
                 ),
             ),
             (
@@ -581,7 +519,6 @@ def grouped_gemm(
     q_scale: torch.Tensor | None = None,
     lora_b: torch.Tensor | None = None,
     shrunk: torch.Tensor | None = None,
-    promote: bool = False,
     programs: int = 132,
 ) -> None:
     """Multiply every expert's rows by its weights.
@@ -598,8 +535,6 @@ def grouped_gemm(
       q, q_scale: fp8 ``[R, N]`` and f32 ``[R, ceil(N/128)]``: the activated rows quantised by 128 columns.
       lora_b: bf16 ``[S, E or 1, (2,) N, r]``, r one of 16, 32, 64, 128, scaling folded in.
       shrunk: bf16 ``[R, 2 r]`` (gate then up) or ``[R, r]``.
-      promote: channel scales only: move products out of the tensor core's truncating fp8 accumulator every 128
-        columns, as block scales must (rel. L2 of a GEMM 0.0017 instead of 0.0021 at K = 2048; about a tenth slower).
       programs: persistent programs to start, one a multiprocessor.
     """
     gated = activation is not None
@@ -632,7 +567,6 @@ def grouped_gemm(
         K=k,
         GATED=gated,
         BLOCK=block,
-        PROMOTE=promote,
         RANK=lora_b.shape[-1] if lora_b is not None else 0,
         LORA_E=lora_b.shape[1] if lora_b is not None else 1,
         ACTIVATION=activation or "none",

@@ -15,7 +15,7 @@ CHAINS = ("one_token", "decode", "prefill")
 
 @dataclass(frozen=True)
 class Regime:
-    """A chain, and the rows of a decode unit (16 or 32)."""
+    """A chain, and the rows of a decode unit (64 only for W8A16)."""
 
     chain: str
     rows: int = 0
@@ -23,13 +23,14 @@ class Regime:
     def __post_init__(self) -> None:
         if self.chain not in CHAINS:
             raise ValueError(f"chain: got {self.chain!r}, want one of {CHAINS}")
-        if (self.chain == "decode") != (self.rows in (16, 32)):
-            raise ValueError(f"rows: got {self.rows} for chain {self.chain!r}, want 16 or 32 for 'decode', else 0")
+        if (self.chain == "decode") != (self.rows in (16, 32, 64)):
+            raise ValueError(f"rows: got {self.rows} for chain {self.chain!r}, want 16, 32 or 64 for 'decode', else 0")
 
 
 ONE_TOKEN = Regime("one_token")
 DECODE16 = Regime("decode", 16)
 DECODE32 = Regime("decode", 32)
+DECODE64 = Regime("decode", 64)
 PREFILL = Regime("prefill")
 
 # The chain that gives the same bits at every batch size (rows are computed alone in it, as in the others).
@@ -37,24 +38,23 @@ INVARIANT = PREFILL
 
 # Mean rows an expert up to which a decode unit of 16 rows, then one of 32, is the faster.
 ROWS_16 = 12
-ROWS_32 = 24
+ROWS_32 = 32
 
 
-def choose(tokens: int, topk: int, experts: int, *, w8a16: bool, block: bool) -> Regime:
+def choose(tokens: int, topk: int, experts: int, *, w8a16: bool, block: bool, lora: bool) -> Regime:
     """The regime of a batch.
 
     Args:
       tokens: T; topk: K.
       experts: experts routed over (all ranks').
       w8a16: weights widened, activations kept; served by the first two chains only.
-      block: block scales.
+      block: block scales; lora: with adapters. Either fills the registers that a 64-row W8A16 unit needs.
     """
     if tokens == 1 and topk <= 8:
         return ONE_TOKEN
     mean = tokens * topk / experts
     if w8a16:
-        # With block scales a 32-row unit's accumulators, temporaries and widened weights do not fit in registers.
-        return DECODE16 if block or mean <= ROWS_16 else DECODE32
+        return DECODE16 if mean <= ROWS_16 else DECODE32 if mean <= ROWS_32 or block or lora else DECODE64
     if mean <= ROWS_16:
         return DECODE16
     return DECODE32 if mean <= ROWS_32 else PREFILL

@@ -58,6 +58,22 @@ def _shrink_kernel(
             )
 
 
+def tiles(mean: float, ranks: int, d: int) -> dict[str, int]:
+    """Tile of a program from the mean rows of a segment, the ranks and the width; `splits` programs share a segment."""
+    if mean <= 24:
+        bm, bk, stages = 16, 256 if ranks <= 64 else 128, 3
+    else:
+        bm, bk, stages = 64, 64, 5
+    return {
+        "bm": bm,
+        "br": min(triton.next_power_of_2(ranks), 128),
+        "bk": min(bk, triton.next_power_of_2(d)),
+        "warps": 4,
+        "stages": stages,
+        "splits": max(1, min(16, round(mean / (2 * bm)))),
+    }
+
+
 def shrink(
     x: torch.Tensor, a: torch.Tensor, plan: RowPlan, pairs: int, *, gather: bool, experts: int
 ) -> torch.Tensor:
@@ -77,14 +93,8 @@ def shrink(
     ranks = a[0, 0].numel() // d
     assert plan.seg_rows is not None and plan.seg_slot is not None
     out = torch.empty((plan.rows, ranks), dtype=torch.bfloat16, device=x.device)
-    mean = pairs / (experts * a.shape[0])
-    if mean <= 24:
-        bm, bk, stages = 16, 256 if ranks <= 64 else 128, 3
-    else:
-        bm, bk, stages = 64, 64, 5
-    br = min(triton.next_power_of_2(ranks), 128)
-    splits = max(1, min(16, round(mean / (2 * bm))))
-    _shrink_kernel[(plan.seg_slot.shape[0], triton.cdiv(ranks, br), splits)](
+    tile = tiles(pairs / (experts * a.shape[0]), ranks, d)
+    _shrink_kernel[(plan.seg_slot.shape[0], triton.cdiv(ranks, tile["br"]), tile["splits"])](
         x,
         plan.row_token,
         a,
@@ -95,10 +105,10 @@ def shrink(
         R=ranks,
         A_EXPERTS=a.shape[1],
         GATHER=gather,
-        BM=bm,
-        BR=br,
-        BK=min(bk, triton.next_power_of_2(d)),
-        num_warps=4,
-        num_stages=stages,
+        BM=tile["bm"],
+        BR=tile["br"],
+        BK=tile["bk"],
+        num_warps=tile["warps"],
+        num_stages=tile["stages"],
     )
     return out

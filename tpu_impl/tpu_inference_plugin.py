@@ -51,8 +51,10 @@ def register() -> None:
             from tpu_inference.logger import init_logger
 
             from .tpu_inference.configs import register_configs
+            from .tpu_inference.lora import register_lora
 
             names = register_configs()
+            register_lora()
         except Exception as error:  # a plugin must not take the server down
             logger.warning(
                 "isomoe: not registered with tpu-inference: %s: %s", type(error).__name__, error, exc_info=True

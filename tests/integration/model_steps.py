@@ -9,7 +9,9 @@ prompts without a cache.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,7 @@ class Served:
         vllm.ir.set_default_torch_wrap(False)  # as tpu-inference's worker does
         jax_parallel_state.init_pp_distributed_environment("", 0, 1, jax.devices()[0], need_pp=False)
         self.mesh, self.length = mesh, length
+        self.adapter_ids: dict[Path, int] = {}
         self.wrapper = VllmModelWrapper(vllm_config, jax.random.PRNGKey(0), mesh)
         self.params, self.lora_manager = self.wrapper.load_weights()
         self.wrapper.jit_step_func()
@@ -67,6 +70,35 @@ class Served:
         """The vLLM layer that holds a block's experts."""
         block = self.layers[layer].mlp.experts
         return getattr(block, "base_layer", block).routed_experts
+
+    def activate(self, adapters: Sequence[Path | None]) -> Any:
+        """Make each prompt use an adapter folder (None: the base model), as tpu-inference's runner does; returns the
+        step's LoRA metadata."""
+        from tpu_inference.runner.lora_utils import LoraUtils
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+        requests = {
+            path: LoRARequest(str(path), self.adapter_ids.setdefault(path, 1 + len(self.adapter_ids)), str(path))
+            for path in adapters if path is not None
+        }
+        by_prompt = tuple(0 if path is None else requests[path].lora_int_id for path in adapters)
+        by_token = tuple(i for i in by_prompt for _ in range(self.length))
+
+        class Runner(LoRAModelRunnerMixin):
+            model = self.wrapper
+            lora_config = self.wrapper.vllm_config.lora_config
+            lora_manager = self.lora_manager
+            state = self.params
+            state_leaves = self.params
+            input_batch = SimpleNamespace(make_lora_inputs=lambda _: (by_prompt, by_token, set(requests.values())))
+
+        runner = Runner()
+        utils = LoraUtils(runner)
+        scheduled = np.full(len(adapters), self.length)
+        utils.set_active_loras(scheduled, scheduled.sum(), scheduled.sum())
+        self.params = runner.state
+        return utils.extract_lora_metadata()
 
     def forward(self, tokens: np.ndarray, lora_metadata: Any = None) -> np.ndarray:
         """Logits ``[B, S, V]`` float32 of prompts ``[B, S]``, every step of it jitted."""

@@ -250,3 +250,214 @@ def test_apply_equals_the_reference_on_eight_devices(
     assert got.dtype == BF16 and got.shape == x.shape
     assert rel_l2(got, same) <= TO_RECIPE.bound
     assert rel_l2(got, truth) <= to_truth(recipe, "bf16").bound
+
+
+@pytest.mark.parametrize("scheme", ["channel", "block"])
+def test_checkpoint_bits_reach_the_kernel(
+    scheme: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any]
+) -> None:
+    """No requantisation: codes and scales on the devices are the checkpoint's, moved."""
+    from torchax.interop import jax_view
+
+    built, weights = build(vllm_config(scheme), mesh(8)), random_weights(scheme)
+    load(built, weights)
+    process(built)
+    w13, w2 = (np.asarray(jax_view(getattr(built.layer, f"{n}_weight"))) for n in ("w13", "w2"))
+    tiles, width = w13.shape[1], w13.shape[3] // 2
+    # [E, nf, H, 2 bf] and [E, nf, bf, H]: back to rows of output channels.
+    back13 = w13.reshape(EXPERTS, tiles, HIDDEN, 2, width).transpose(0, 3, 1, 4, 2).reshape(EXPERTS, 2 * INTER, HIDDEN)
+    back2 = w2.transpose(0, 3, 1, 2).reshape(EXPERTS, HIDDEN, INTER)
+    assert np.array_equal(back13.view(np.uint8), weights.w13.view(np.uint8))
+    assert np.array_equal(back2.view(np.uint8), weights.w2.view(np.uint8))
+    name = "weight_scale_inv" if scheme == "block" else "weight_scale"
+    scales = {np.float32(v) for n in ("w13", "w2") for v in np.asarray(jax_view(getattr(built.layer, f"{n}_{name}"))).ravel()}
+    assert scales == {np.float32(v) for s in (weights.w13_scale, weights.w2_scale) for v in s.ravel()}
+
+
+def test_experts_are_split_over_the_mesh(vllm_config: Callable[..., Any], mesh: Callable[..., Any]) -> None:
+    from torchax.interop import jax_view
+
+    built = build(vllm_config("channel"), mesh(8))
+    load(built, random_weights("channel"))
+    process(built)
+    for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"):
+        array = jax_view(getattr(built.layer, name))
+        assert {s.data.shape[0] for s in array.addressable_shards} == {EXPERTS // 8}, name
+
+
+@pytest.mark.parametrize("axis", ["model", "expert", "attn_dp"])
+def test_longer_meshes(
+    axis: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tpu-inference's seven-axis meshes, whichever of its expert axes is the wide one: the 2-D mesh's bits."""
+    from tpu_inference.layers.common import sharding
+
+    weights, (x, logits) = random_weights("channel"), batch()
+    flat = build(vllm_config("channel"), mesh(4))
+    load(flat, weights)
+    process(flat)
+    want = run(flat, mesh(4), x, logits)
+    monkeypatch.setattr(sharding.ShardingAxisName, "_cls", sharding.ShardingAxisNameBase)
+    names = sharding.MESH_AXIS_NAMES
+    long = build(vllm_config("channel"), mesh(4, names, axis))
+    load(long, weights)
+    process(long)
+    assert long.method.ep_layer is not None and long.method.ep_layer.axis == axis
+    assert bitwise_equal(run(long, mesh(4, names, axis), x, logits), want)
+
+
+def test_batch_sizes_and_ep_sizes_agree(vllm_config: Callable[..., Any], mesh: Callable[..., Any]) -> None:
+    """A token's row does not depend on how many devices or other rows there are, beyond rounding."""
+    weights, (x, logits) = random_weights("channel"), batch(tokens=13)
+    rows = []
+    for devices in (1, 2, 8):
+        built = build(vllm_config("channel"), mesh(devices))
+        load(built, weights)
+        process(built)
+        rows.append(run(built, mesh(devices), x, logits))
+    for other in rows[1:]:
+        assert rel_l2(other, rows[0]) <= TO_RECIPE.bound
+
+
+def test_a_refused_layer_stays_on_tpu_inferences_path(
+    vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line with the reason, and tpu-inference's own weight processing."""
+    from isomoe.tpu_impl.tpu_inference import methods
+
+    lines: list[str] = []
+    monkeypatch.setattr(methods.logger, "warning_once", lambda text, *_: lines.append(text))
+    built = build(vllm_config("channel"), mesh(8), apply_router_weight_on_input=True)
+    load(built, random_weights("channel"))
+    process(built)
+    assert built.method.ep_layer is None
+    assert len(lines) == 1 and "apply_router_weight_on_input" in lines[0]
+    # tpu-inference's layout of its own fused kernel: [E, 2, H, I].
+    assert built.layer.w13_weight.shape == (EXPERTS, 2, HIDDEN, INTER)
+
+
+def test_without_the_switch_nothing_changes(
+    vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USE_MOE_EP_KERNEL", "0")
+    built = build(vllm_config("channel"), mesh(8))
+    load(built, random_weights("channel"))
+    process(built)
+    assert built.method.ep_layer is None
+    assert built.layer.w13_weight.shape == (EXPERTS, HIDDEN, 2 * INTER)
+
+
+@pytest.mark.parametrize("options", [
+    {"scoring_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "bias": True},
+    {"renormalize": False, "routed_scaling_factor": 2.5},
+], ids=["deepseek", "scaled"])
+def test_routing_features(
+    options: dict[str, Any], vllm_config: Callable[..., Any], mesh: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups, correction bias, sigmoid, no renormalisation and the scaling factor, as `isomoe.route` has them."""
+    import torch
+
+    monkeypatch.setenv("ISOMOE_TPU_RECIPE", "w8a16")
+    x, logits = batch()
+    bias = np.random.default_rng(5).normal(size=EXPERTS).astype(np.float32) if options.pop("bias", False) else None
+    built = build(
+        vllm_config("channel"), mesh(2), **options,
+        **({} if bias is None else {"e_score_correction_bias": torch.nn.Parameter(torch.from_numpy(bias))}),
+    )
+    weights = random_weights("channel")
+    load(built, weights)
+    process(built)
+    if bias is not None:  # the model wrapper puts it on the devices
+        from tpu_inference.layers.vllm.process_weights.cleanup_sharding import _shard_tensor_to_tpu_replicated
+
+        shared = _shard_tensor_to_tpu_replicated(built.layer.e_score_correction_bias, mesh(2))
+        built.layer.e_score_correction_bias = torch.nn.Parameter(shared, requires_grad=False)
+    got = run(built, mesh(2), x, logits)
+    kept = {k: v for k, v in options.items() if k != "use_grouped_topk"}
+    config = isomoe.FusedMoEConfig(EXPERTS, TOP_K, HIDDEN, INTER, **kept)
+    topk_weights, topk_ids = isomoe.route(logits, config, correction_bias=bias)
+    want = isomoe.run_moe("reference", x, topk_weights, topk_ids, weights, config=config, recipe="w8a16")
+    assert rel_l2(got, want) <= TO_RECIPE.bound
+
+
+@pytest.mark.parametrize("recipe", ["w8a16", "w8a8"])
+def test_modelopt_fp8(
+    recipe: str, modelopt_folder: Path, vllm_config: Callable[..., Any], mesh: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A ModelOpt FP8 checkpoint, which tpu-inference refuses by name: per-tensor scales, static activations."""
+    from tpu_inference.layers.vllm.quantization.fp8 import VllmFp8LinearMethod
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8MoEMethod
+
+    monkeypatch.setenv("ISOMOE_TPU_RECIPE", recipe)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    config = vllm_config(modelopt_folder)
+    assert config.model_config.quantization == "fp8"
+    built = build(config, mesh(8))
+    assert isinstance(built.method, ModelOptFp8MoEMethod)
+    assert built.method.fp8_backend is Fp8MoeBackend.NONE and built.method.experts_cls is None
+    static = (3.0 / 448, 12.0 / 448)
+    plain = random_weights("tensor")
+    weights = isomoe.MoEWeights(
+        "tensor", plain.w13, plain.w2, plain.w13_scale, plain.w2_scale,
+        w13_input_scale=np.array(static[0], np.float32), w2_input_scale=np.array(static[1], np.float32),
+    )
+    load(built, plain, static=static)
+    process(built)
+    x, logits = batch()
+    got = run(built, mesh(8), x, logits)
+    assert rel_l2(got, expected(weights, x, logits, recipe)[0]) <= TO_RECIPE.bound
+
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+
+    with set_current_vllm_config(config):
+        kinds = {
+            name: type(RowParallelLinear(256, 256, quant_config=config.quant_config, prefix=name).quant_method)
+            for name in ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate")
+        }
+    assert kinds["model.layers.0.self_attn.o_proj"] is VllmFp8LinearMethod
+    assert issubclass(kinds["model.layers.0.mlp.gate"], UnquantizedLinearMethod)
+
+
+def test_block_scales_to_per_channel_by_policy(
+    vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opt-in: the kernel then runs the weights requantised to one scale a row."""
+    from isomoe.tpu_impl.tpu_inference.weights import requantize_per_channel
+
+    monkeypatch.setenv("ISOMOE_WEIGHT_SCALE_POLICY", "per_channel")
+    monkeypatch.setenv("ISOMOE_TPU_RECIPE", "w8a16")
+    built, weights = build(vllm_config("block"), mesh(2)), random_weights("block")
+    load(built, weights)
+    process(built)
+    assert built.method.ep_layer.scheme == "channel"
+    x, logits = batch()
+    got = run(built, mesh(2), x, logits)
+    assert rel_l2(got, expected(requantize_per_channel(weights), x, logits, "w8a16")[0]) <= TO_RECIPE.bound
+
+
+def test_the_model_step_is_traced_once(vllm_config: Callable[..., Any], mesh: Callable[..., Any]) -> None:
+    """Batches of one size share one program."""
+    import jax
+    import jax.numpy as jnp
+    import torchax
+    from torchax.interop import jax_view, torch_view
+
+    built = build(vllm_config("channel"), mesh(2))
+    load(built, random_weights("channel"))
+    process(built)
+    traces = []
+
+    @jax.jit
+    def step(rows: Any, scores: Any) -> Any:
+        traces.append(1)
+        return jax_view(built.method.apply_monolithic(built.layer, torch_view(rows), torch_view(scores)))
+
+    with jax.set_mesh(mesh(2)), torchax.default_env():
+        for seed in range(3):
+            x, logits = batch(seed)
+            step(jnp.asarray(x), jnp.asarray(logits))
+    assert len(traces) == 1

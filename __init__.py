@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 # Public name -> the submodule that holds it.
 _EXPORTS = {
+    "AdapterError": "common.adapters",
     "AdapterPool": "common.adapters",
     "CompressedTensorsW8A8Fp8MoEMethod": "common.quant_methods",
     "ExecutorInfo": "common.executors",
@@ -30,15 +31,18 @@ _EXPORTS = {
     "MoEWeights": "common.weights",
     "Platform": "common.platforms",
     "PlatformKind": "common.platforms",
+    "PoolListener": "common.adapters",
     "QuantKey": "common.quant_keys",
     "Recipe": "common.recipes",
     "ScaleDesc": "common.quant_keys",
     "SelectionReport": "common.selector",
+    "TensorFileError": "common.safe_files",
     "UnquantizedFusedMoEMethod": "common.quant_methods",
     "UnquantizedMoeBackend": "common.backends",
     "compare": "common.metrics",
     "executors": "common.executors",
     "explain_selection": "common.selector",
+    "inspect_checkpoint": "common.checkpoints",
     "kBf16": "common.quant_keys",
     "kFp8Dynamic128Sym": "common.quant_keys",
     "kFp8DynamicTensorSym": "common.quant_keys",
@@ -50,6 +54,7 @@ _EXPORTS = {
     "kFp8StaticTokenSym": "common.quant_keys",
     "load_lora_adapter": "common.adapter_files",
     "load_moe_layer": "common.checkpoints",
+    "load_router": "common.checkpoints",
     "quantize_fp8": "common.numerics",
     "quantize_moe_weights": "common.weights",
     "register_moe_backend": "common.backends",
@@ -65,14 +70,14 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 
 if TYPE_CHECKING:
     from .common.adapter_files import load_lora_adapter
-    from .common.adapters import AdapterPool
+    from .common.adapters import AdapterError, AdapterPool, PoolListener
     from .common.backends import (
         Fp8MoeBackend,
         UnquantizedMoeBackend,
         register_moe_backend,
         unregister_moe_backend,
     )
-    from .common.checkpoints import load_moe_layer
+    from .common.checkpoints import inspect_checkpoint, load_moe_layer, load_router
     from .common.config import FusedMoEConfig, FusedMoEParallelConfig
     from .common.executors import ExecutorInfo, MoECall, executors, run_moe
     from .common.metrics import compare
@@ -101,6 +106,7 @@ if TYPE_CHECKING:
     )
     from .common.recipes import Recipe
     from .common.routing import route
+    from .common.safe_files import TensorFileError
     from .common.selector import (
         SelectionReport,
         explain_selection,

@@ -166,7 +166,8 @@ def _check_adapters(
     for adapter in loaded:
         if expert_map is not None and adapter.num_experts == config.num_experts:
             adapter.check_matches(config)
-            adapter = adapter.take(np.argsort(np.where(expert_map < 0, 2**31 - 1, expert_map), kind="stable")[:num_local])
+            held = np.flatnonzero(expert_map >= 0)
+            adapter = adapter.take(held[np.argsort(expert_map[held])])
         else:
             adapter.check_matches(config, num_experts=num_local)
         cut.append(adapter)
@@ -187,7 +188,12 @@ def _report_skipped(topk_ids: np.ndarray, num_experts: int) -> None:
         t, k = (int(v) for v in np.argwhere(bad)[0])
         logger.warning(
             "isomoe: topk_ids: %d of %d ids are outside [0, %d) and are skipped; the first is %d at token %d, k %d",
-            int(bad.sum()), bad.size, num_experts, int(topk_ids[t, k]), t, k,
+            int(bad.sum()),
+            bad.size,
+            num_experts,
+            int(topk_ids[t, k]),
+            t,
+            k,
         )
 
 
@@ -231,8 +237,16 @@ def make_call(
     # An id that int32 cannot hold is out of range all the same.
     ids32 = np.where((topk_ids < 0) | (topk_ids >= config.num_experts), -1, topk_ids).astype(np.int32)
     return MoECall(
-        np.ascontiguousarray(x), np.ascontiguousarray(topk_weights), np.ascontiguousarray(ids32), weights, config,
-        loaded, ids, int(ep_size), recipe, expert_map,
+        np.ascontiguousarray(x),
+        np.ascontiguousarray(topk_weights),
+        np.ascontiguousarray(ids32),
+        weights,
+        config,
+        loaded,
+        ids,
+        int(ep_size),
+        recipe,
+        expert_map,
     )
 
 
@@ -277,14 +291,20 @@ def run_moe(
     """
     cls = executor_class(executor)
     call = make_call(
-        x, topk_weights, topk_ids, weights, config=config, adapters=adapters, adapter_ids=adapter_ids,
-        ep_size=ep_size, recipe=recipe, expert_map=expert_map,
+        x,
+        topk_weights,
+        topk_ids,
+        weights,
+        config=config,
+        adapters=adapters,
+        adapter_ids=adapter_ids,
+        ep_size=ep_size,
+        recipe=recipe,
+        expert_map=expert_map,
     )
     support = declared_support(cls)
     if call.recipe.name not in support.recipes:
-        raise ValueError(
-            f"recipe: got {call.recipe.name!r}, executor {executor!r} runs {', '.join(support.recipes)}"
-        )
+        raise ValueError(f"recipe: got {call.recipe.name!r}, executor {executor!r} runs {', '.join(support.recipes)}")
     lora_config = config if config.is_lora_enabled or not call.adapters else replace(config, is_lora_enabled=True)
     reason = support.why_not_layer(lora_config, None, None)
     if reason is None and weights.scheme not in support.schemes:

@@ -63,7 +63,7 @@ def fp8_scale(absmax: np.ndarray) -> np.ndarray:
     return np.maximum(absmax.astype(np.float32), EPS) * INV_E4M3_MAX
 
 
-def cast_fp8(x: np.ndarray, inv: np.ndarray) -> np.ndarray:
+def cast_fp8(x: np.ndarray, inv: np.ndarray | np.float32) -> np.ndarray:
     """``e4m3fn(clip(x * inv, -448, 448))`` in float32; `inv` broadcasts."""
     with np.errstate(invalid="ignore", over="ignore"):
         return np.clip(x.astype(np.float32) * inv, -E4M3_MAX, E4M3_MAX).astype(E4M3)
@@ -101,10 +101,9 @@ def quantize_fp8(x: np.ndarray, group: str | int) -> tuple[np.ndarray, np.ndarra
         return cast_fp8(x32, expand_groups(inv, width, x.shape[-1])), scales
 
 
-def quantize_fp8_static(x: np.ndarray, scale: float | np.ndarray) -> np.ndarray:
+def quantize_fp8_static(x: np.ndarray, scale: float | np.float32 | np.ndarray) -> np.ndarray:
     """Quantise with a scale known at load (one for the layer); codes shaped like `x`."""
-    inv = np.float32(1.0) / np.float32(scale)
-    return cast_fp8(x, inv)
+    return cast_fp8(x, np.float32(1.0) / np.asarray(scale, np.float32))
 
 
 def expand_groups(scales: np.ndarray, group: int, width: int) -> np.ndarray:

@@ -254,7 +254,7 @@ def _probe_loaded_torch() -> Platform | None:
 
 
 # jax's device_kind strings to generations.
-_TPU_KINDS = {
+TPU_DEVICE_KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -277,5 +277,5 @@ def _probe_loaded_jax() -> Platform | None:
         or jax.default_backend() != "tpu"
     ):
         return None
-    generation = _TPU_KINDS.get(jax.devices()[0].device_kind)
+    generation = TPU_DEVICE_KINDS.get(jax.devices()[0].device_kind)
     return Platform.tpu(generation) if generation else None

@@ -14,6 +14,8 @@ as the kernels do. A base row adds nothing: its numbers are those of a layer wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .activations import apply_activation
@@ -23,6 +25,9 @@ from .platforms import PlatformKind
 from .recipes import Group, Recipe
 from .support import ExpertsSupport
 from .weights import SCHEMES, LoRAAdapter
+
+STAGES = ("x_scale", "x_code", "gmm1", "delta13", "activation", "h_scale", "h_code", "gmm2", "delta2", "combine")
+Note = Callable[[str, np.ndarray], None]
 
 
 def _quantize(x: np.ndarray, group: Group, static_scale: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, int]:
@@ -116,14 +121,21 @@ def _add_delta(out: np.ndarray, x: np.ndarray, rows: dict[int, np.ndarray], delt
         out[index] += delta(adapter_id, x[index])
 
 
-def _expert_rows(call: MoECall, expert: int, x: np.ndarray, rows: dict[int, np.ndarray]) -> np.ndarray:
-    """One expert's float32 results ``[R, H]`` for float32 rows `x` ``[R, H]``."""
+def _unnoted(name: str, value: np.ndarray) -> None:
+    """Keeps nothing; stands in where no stages are asked for."""
+
+
+def _expert_rows(
+    call: MoECall, expert: int, x: np.ndarray, rows: dict[int, np.ndarray], note: Note = _unnoted
+) -> np.ndarray:
+    """One expert's float32 results ``[R, H]`` for float32 rows `x` ``[R, H]``; `note` is shown each stage."""
     weights, recipe, config = call.weights, call.recipe, call.config
     adapters = {a.adapter_id: a for a in call.adapters}
     halves = 2 if config.is_act_and_mul else 1
     s13 = None if weights.w13_scale is None else weights.w13_scale[expert]
     s2 = None if weights.w2_scale is None else weights.w2_scale[expert]
     g = _Matrix(weights.w13[expert], s13, weights.scheme, halves).apply(x, recipe.x_group, weights.w13_input_scale)
+    note("gmm1", g)
     if weights.w13_bias is not None:
         g += weights.w13_bias[expert].astype(np.float32)
 
@@ -134,9 +146,12 @@ def _expert_rows(call: MoECall, expert: int, x: np.ndarray, rows: dict[int, np.n
 
     if rows:
         _add_delta(g, _lora_input(x, recipe, recipe.x_group, weights.w13_input_scale), rows, up_delta)
+    note("delta13", g)
     gate, up = (g[:, : config.intermediate_size], g[:, config.intermediate_size :]) if halves == 2 else (g, None)
     h = apply_activation(config.activation, gate, up).astype(BF16).astype(np.float32)
+    note("activation", h)
     o = _Matrix(weights.w2[expert], s2, weights.scheme, 1).apply(h, recipe.h_group, weights.w2_input_scale)
+    note("gmm2", o)
     if weights.w2_bias is not None:
         o += weights.w2_bias[expert].astype(np.float32)
 
@@ -147,6 +162,7 @@ def _expert_rows(call: MoECall, expert: int, x: np.ndarray, rows: dict[int, np.n
 
     if rows:
         _add_delta(o, _lora_input(h, recipe, recipe.h_group, weights.w2_input_scale), rows, down_delta)
+    note("delta2", o)
     return _to_wire(o, recipe.wire)
 
 
@@ -175,8 +191,8 @@ def _adapter_rows(call: MoECall, tokens: np.ndarray) -> dict[int, np.ndarray]:
     return {int(a): np.flatnonzero(ids == a) for a in np.unique(ids) if a >= 0}
 
 
-def reference_moe(call: MoECall) -> np.ndarray:
-    """The declared recipe, float32 ``[T, H]`` before the final rounding to bfloat16."""
+def reference_moe(call: MoECall, found: dict[str, np.ndarray] | None = None) -> np.ndarray:
+    """The declared recipe, float32 ``[T, H]`` before the final rounding to bfloat16; `found` gathers `stages`."""
     x = call.x.astype(np.float32)
     tokens_n, k_n = call.topk_ids.shape
     results = np.zeros((tokens_n, k_n, call.config.hidden_dim), np.float32)
@@ -184,13 +200,47 @@ def reference_moe(call: MoECall) -> np.ndarray:
     for expert in range(call.weights.num_experts):
         tokens, ks = _pairs_of(call, expert)
         if len(tokens):
-            results[tokens, ks] = _expert_rows(call, expert, x[tokens], _adapter_rows(call, tokens))
+            note = _unnoted if found is None else _gather(found, call.topk_ids.shape, tokens, ks)
+            results[tokens, ks] = _expert_rows(call, expert, x[tokens], _adapter_rows(call, tokens), note)
             visited[tokens, ks] = True
     y = np.zeros((tokens_n, call.config.hidden_dim), np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         for k in range(k_n):
             y += np.where(visited[:, k, None], call.topk_weights[:, k, None] * results[:, k], np.float32(0))
     return y
+
+
+def _gather(found: dict[str, np.ndarray], shape: tuple[int, ...], tokens: np.ndarray, ks: np.ndarray) -> Note:
+    """A `Note` that files an expert's rows under their token and k."""
+
+    def note(name: str, value: np.ndarray) -> None:
+        found.setdefault(name, np.zeros((*shape, value.shape[1]), value.dtype))[tokens, ks] = value
+
+    return note
+
+
+def stages(call: MoECall) -> dict[str, np.ndarray]:
+    """What the declared recipe holds between its steps, in their order; rows of skipped pairs are zero.
+
+    ``x_scale`` float32 ``[T, G]`` and ``x_code`` float8 ``[T, H]`` (w8a8); ``gmm1`` float32 ``[T, K, 2I]`` and
+    ``delta13`` the same with bias and adapters; ``activation`` float32 ``[T, K, I]`` of bfloat16 values; ``h_scale``
+    ``[T, K, G]`` and ``h_code`` (w8a8); ``gmm2`` float32 ``[T, K, H]``, ``delta2`` with bias and adapters;
+    ``combine`` float32 ``[T, H]``.
+    """
+    found: dict[str, np.ndarray] = {}
+    recipe, weights = call.recipe, call.weights
+    with np.errstate(invalid="ignore", over="ignore"):
+        y = reference_moe(call, found)
+        if recipe.x_group is not None:
+            x = call.x.astype(np.float32)
+            found["x_code"], found["x_scale"], _ = _quantize(x, recipe.x_group, weights.w13_input_scale)
+        if recipe.h_group is not None and "activation" in found:
+            h = found["activation"]
+            flat, shape = h.reshape(-1, h.shape[-1]), h.shape[:2]
+            codes, scales, _ = _quantize(flat, recipe.h_group, weights.w2_input_scale)
+            found["h_code"], found["h_scale"] = codes.reshape(h.shape), scales.reshape(*shape, -1)
+    found["combine"] = y
+    return {name: found[name] for name in STAGES if name in found}
 
 
 def truth(call: MoECall) -> np.ndarray:
@@ -225,7 +275,6 @@ def truth(call: MoECall) -> np.ndarray:
             o[index] += (h[index] @ adapter.a2[expert].astype(np.float64).T) @ b.T
         np.add.at(y, tokens, call.topk_weights[tokens, ks].astype(np.float64)[:, None] * o)
     return y
-
 
 
 class ReferenceExecutor:

@@ -177,14 +177,21 @@ class MoEWeights:
         def cut(a: np.ndarray | None) -> np.ndarray | None:
             return None if a is None else a[experts]
 
-        per_expert = ("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias")
-        # A static activation scale belongs to the layer: take its maximum before experts are cut away.
-        layer = {
-            k: np.asarray(getattr(self, k)).max() for k in ("w13_input_scale", "w2_input_scale")
-            if getattr(self, k) is not None
-        }
-        return replace(self, **{k: cut(getattr(self, k)) for k in per_expert},
-                       **{k: np.asarray(v, np.float32) for k, v in layer.items()})
+        def whole(a: np.ndarray | None) -> np.ndarray | None:
+            # A static activation scale belongs to the layer: its maximum, before experts are cut away.
+            return None if a is None else np.asarray(a.max(), np.float32)
+
+        return MoEWeights(
+            self.scheme,
+            self.w13[experts],
+            self.w2[experts],
+            cut(self.w13_scale),
+            cut(self.w2_scale),
+            cut(self.w13_bias),
+            cut(self.w2_bias),
+            whole(self.w13_input_scale),
+            whole(self.w2_input_scale),
+        )
 
     def channel_scales(self) -> tuple[np.ndarray, np.ndarray]:
         """Tensor scales broadcast to one a row, so that a kernel needs only the channel form; bits unchanged.
@@ -305,9 +312,7 @@ class LoRAAdapter:
         check_array("b2", self.b2, shape=(None, hidden, rank), dtypes=dtypes)
         for label, value in (("a13", self.a13), ("b2", self.b2)):
             if value.shape[0] not in (1, num_experts):
-                raise ValueError(
-                    f"{label}: got {value.shape[0]} experts, want {num_experts}, or 1 where it is shared"
-                )
+                raise ValueError(f"{label}: got {value.shape[0]} experts, want {num_experts}, or 1 where it is shared")
         for label in ("a13", "b13", "a2", "b2"):
             _check_finite(label, getattr(self, label))
 

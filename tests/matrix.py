@@ -157,10 +157,8 @@ def _adapters(case: Case, rng: np.random.Generator) -> tuple[tuple[LoRAAdapter, 
             normal(s.num_experts, rank, s.intermediate_size, fan=s.intermediate_size), b2,
         )
 
-    if case.lora in ("one", "zero_b"):
-        loaded = (one(5, 8),)
-    else:
-        loaded = (one(5, 8), one(0, 16), one(11, 3))
+    ranks = ((5, 8),) if case.lora in ("one", "zero_b") else ((5, 8), (0, 16), (11, 3))
+    loaded = tuple(one(adapter_id, rank) for adapter_id, rank in ranks)
     known = np.array([a.adapter_id for a in loaded], np.int32)
     ids = known[np.arange(case.tokens) % len(known)]
     ids[1::4] = -1

@@ -142,7 +142,11 @@ def _many() -> np.ndarray:
 
 TWINS = pytest.mark.parametrize(
     ("make", "group"),
-    [pytest.param(m, g, id=f"{n}-{g}") for n, m in (("2^24", _many), ("bf16", _grid_of_all_bf16)) for g in ("token", 128)],
+    [
+        pytest.param(m, g, id=f"{n}-{g}")
+        for n, m in (("2^24", _many), ("bf16", _grid_of_all_bf16))
+        for g in ("token", 128)
+    ],
 )
 
 

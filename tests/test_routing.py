@@ -42,7 +42,9 @@ def _by_hand(logits: np.ndarray, config: FusedMoEConfig, bias: np.ndarray | None
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, scoring_func="sigmoid"), GROUPED], ids=["soft", "sig", "group"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, replace(CONFIG, scoring_func="sigmoid"), GROUPED], ids=["soft", "sig", "group"]
+)
 def test_route_equals_the_loop(config: FusedMoEConfig, renormalize: bool, with_bias: bool) -> None:
     rng = np.random.default_rng(0)
     logits = (2 * rng.standard_normal((200, 16))).astype(np.float32)

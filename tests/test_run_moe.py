@@ -38,7 +38,11 @@ BAD_CALLS = [
     (lambda i: {"weights": i.weights.w13}, TypeError, "weights: got ndarray, want MoEWeights"),
     (lambda i: {"config": {}}, TypeError, "config: got dict, want FusedMoEConfig"),
     (lambda i: {"config": replace(CASE.config, num_experts=16)}, ValueError, "weights: got w13 .* the config wants"),
-    (lambda i: {"config": replace(CASE.config, has_bias=True)}, ValueError, "no w13_bias, the config has has_bias=True"),
+    (
+        lambda i: {"config": replace(CASE.config, has_bias=True)},
+        ValueError,
+        "no w13_bias, the config has has_bias=True",
+    ),
     (lambda i: {"ep_size": 0}, ValueError, "ep_size: got 0, want at least 1"),
     (lambda i: {"ep_size": 2.0}, TypeError, "ep_size: got 2.0, want an int"),
     (lambda i: {"recipe": "w4a8"}, ValueError, r"recipe: got 'w4a8', want one of .*did you mean 'w8a8'"),
@@ -65,7 +69,7 @@ def test_bad_calls_name_the_argument(inputs, change, error, message) -> None:
 
 
 def test_unknown_executor_lists_the_names(inputs) -> None:
-    with pytest.raises(ValueError, match="backend: got 'tritn', want one of .*did you mean 'triton'"):
+    with pytest.raises(ValueError, match=r"backend: got 'tritn', want one of .*did you mean 'triton'"):
         inputs.run("tritn")
 
 
@@ -113,7 +117,11 @@ BAD_WEIGHTS = [
     ({"w13": W["w13"].astype(np.float32)}, TypeError, "w13: got dtype float32, want float8_e4m3fn"),
     ({"w13": W["w13"][:, :100]}, ValueError, r"w13: got shape \[8, 100, 256\] with w2"),
     ({"w2": W["w2"][:4]}, ValueError, r"w2: got shape \[4, 256, 128\], want \[8, 256, any\]"),
-    ({"w13": _poke(W["w13"], np.nan)}, ValueError, r"w13: got 1 non-finite values in slice 1, the first at \(1, 1, 1\)"),
+    (
+        {"w13": _poke(W["w13"], np.nan)},
+        ValueError,
+        r"w13: got 1 non-finite values in slice 1, the first at \(1, 1, 1\)",
+    ),
     ({"w13_scale": None}, ValueError, r"w13_scale: got None with scheme 'channel', want float32 \[8, 256\]"),
     ({"w2_scale": W["w2_scale"][:, :-1]}, ValueError, r"w2_scale: got shape \[8, 255\] with scheme 'channel'"),
     ({"w2_scale": W["w2_scale"].astype(BF16)}, TypeError, "w2_scale: got dtype bfloat16, want float32"),
@@ -123,7 +131,8 @@ BAD_WEIGHTS = [
     ({"w13_input_scale": np.float32(1) * np.ones(1, np.float32)}, ValueError, "w2_input_scale: got one of"),
     (
         {"w13_input_scale": np.ones(1, np.float32), "w2_input_scale": np.ones(1, np.float32)},
-        ValueError, "w13_input_scale: got an array with scheme 'channel'",
+        ValueError,
+        "w13_input_scale: got an array with scheme 'channel'",
     ),
 ]
 
@@ -137,10 +146,13 @@ def test_bad_weights(change, error, message) -> None:
 def test_static_input_scales_use_the_layers_maximum() -> None:
     inputs = build(Case("tensor", "w8a8"))
     scales = {
-        "w13_input_scale": np.linspace(0.01, 0.02, 8).astype(np.float32), "w2_input_scale": np.full(8, 0.03, np.float32)
+        "w13_input_scale": np.linspace(0.01, 0.02, 8).astype(np.float32),
+        "w2_input_scale": np.full(8, 0.03, np.float32),
     }
     weights = replace(inputs.weights, **scales)
-    one = replace(inputs.weights, w13_input_scale=np.float32([0.02]), w2_input_scale=np.float32([0.03]))
+    one = replace(
+        inputs.weights, w13_input_scale=np.array([0.02], np.float32), w2_input_scale=np.array([0.03], np.float32)
+    )
     got = inputs.run("reference", weights=weights)
     assert (got == inputs.run("reference", weights=one)).all()
     assert default_recipe("w8a8", "tensor", static_input=True).x_group == "static"
@@ -213,12 +225,17 @@ BAD_CONFIGS = [
 @pytest.mark.parametrize(("change", "error", "message"), BAD_CONFIGS, ids=[m[:40] for _, _, m in BAD_CONFIGS])
 def test_bad_configs(change, error, message) -> None:
     with pytest.raises(error, match=message):
-        FusedMoEConfig(**({"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64, "intermediate_size": 64} | change))
+        FusedMoEConfig(
+            **({"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64, "intermediate_size": 64} | change)
+        )
 
 
 def test_configs_round_trip_through_repr() -> None:
     config = FusedMoEConfig(8, 2, 64, 32, moe_parallel_config=FusedMoEParallelConfig(ep_size=4, ep_rank=1, use_ep=True))
-    names = {n: getattr(isomoe, n) for n in ("FusedMoEConfig", "FusedMoEParallelConfig", "GroupShape", "ScaleDesc", "QuantKey")}
+    names = {
+        n: getattr(isomoe, n)
+        for n in ("FusedMoEConfig", "FusedMoEParallelConfig", "GroupShape", "ScaleDesc", "QuantKey")
+    }
     assert eval(repr(config), names) == config
     for key in ("kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Static128BlockSym", "kFp8Dynamic128Sym"):
         value = getattr(isomoe, key)

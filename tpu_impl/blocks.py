@@ -86,7 +86,8 @@ def make_spec(
     lora: LoRASpec | None = None,
     static_scales: bool = False,
     transport: str = "push_bf16",
-    axis: str = "ep",
+    dispatch: str = "ag_bf16",
+    axis: str | tuple[str, ...] = "ep",
     num_experts: int | None = None,
 ) -> KernelSpec:
     """The kernel build of a layer: pads H, I, experts and tokens."""
@@ -107,6 +108,7 @@ def make_spec(
         transport=transport,
         blocks=blocks,
         lora=lora,
+        dispatch=dispatch,
     )
 
 
@@ -152,6 +154,7 @@ def choose_blocks(
     max_loras: int = 0,
     max_lora_rank: int = 0,
     transport: str = "push_bf16",
+    dispatch: str = "ag_bf16",
     bf: int | None = None,
 ) -> Blocks:
     """Tile sizes for a build; total over every layer that one weight tile and one panel of 32 rows of fits.
@@ -164,7 +167,7 @@ def choose_blocks(
       scheme: weight scheme.
       recipe: ``"w8a8"``, ``"w8a16"`` or ``"bf16"``.
       max_loras, max_lora_rank: adapter slots, 0 for the program without adapters.
-      transport: how results leave.
+      transport, dispatch: how results leave and activations arrive.
       bf: the width the weights were laid out with; None derives it (`tile_width`).
 
     Raises:
@@ -189,7 +192,8 @@ def choose_blocks(
             for nbuf, xbuf in ((3, 2), (2, 2), (3, 1), (2, 1)):
                 blocks = Blocks(width, rows, _rungs(rows), nbuf, xbuf, _stage(rows, hidden), pairs)
                 spec = make_spec(
-                    config, num_tokens, blocks, ep=ep, scheme=scheme, recipe=recipe, lora=lora, transport=transport
+                    config, num_tokens, blocks, ep=ep, scheme=scheme, recipe=recipe, lora=lora, transport=transport,
+                    dispatch=dispatch,
                 )
                 if scratch_bytes(spec) > gen.vmem_limit_bytes or dma_semaphores(spec) > gen.dma_semaphores:
                     continue

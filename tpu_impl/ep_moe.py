@@ -9,6 +9,7 @@ loading, replacing or removing an adapter never traces again.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,13 @@ from .blocks import make_spec, max_tokens
 from .combine import combine
 from .expert_kernel import expert_kernel
 from .generations import generation
-from .numerics import pack_rows
+from .numerics import pack_fp8_rows, pack_rows
 from .plan import build_plan
 from .spec import Blocks, KernelSpec, LoRASpec, round_up
+
+
+def _names(axis: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
 
 
 @dataclass(frozen=True)
@@ -33,36 +38,40 @@ class EPBuild:
     """Everything static about a layer's program.
 
     Attributes:
-      mesh: the device mesh, of any rank; axes other than `axis` see replicated tokens.
-      axis: the mesh axis experts and tokens are split over.
+      mesh: the device mesh, of any rank; axes that are named nowhere here see replicated tokens.
+      axis: the mesh axis (or axes, the first the slowest) experts and tokens are split over.
       config: the layer.
       scheme: `MoEWeights.scheme`.
       recipe: ``"w8a8"``, ``"w8a16"`` or ``"bf16"``.
       blocks: tile sizes; ``blocks.bf`` must be the width the weights were laid out with.
       generation: TPU generation the limits are taken from.
-      transport: see `combine`.
+      transport: how results leave, see `combine`.
+      dispatch: how activations arrive, see `spec.KernelSpec`.
       lora: adapter slots of the build; None for the program without adapters.
       static_scales: activations use the checkpoint's scales.
       interpret: False, or `pltpu.InterpretParams`.
       bounds_checks: keep DMA bounds checks.
       collective_id: barrier id of the kernel.
       num_experts: experts on the mesh, where they are not all of ``config.num_experts``.
+      token_axes: axes that split the tokens once more; each place along them holds all experts (data parallel).
     """
 
     mesh: Mesh
-    axis: str
+    axis: str | tuple[str, ...]
     config: FusedMoEConfig
     scheme: str
     recipe: str
     blocks: Blocks
     generation: str
     transport: str = "push_bf16"
+    dispatch: str = "ag_bf16"
     lora: LoRASpec | None = None
     static_scales: bool = False
     interpret: Any = False
     bounds_checks: bool = False
     collective_id: int = 0
     num_experts: int | None = None
+    token_axes: tuple[str, ...] = ()
 
     @property
     def experts(self) -> int:
@@ -71,7 +80,13 @@ class EPBuild:
 
     @property
     def ep(self) -> int:
-        return int(self.mesh.shape[self.axis])
+        """Devices that share the experts."""
+        return math.prod(self.mesh.shape[name] for name in _names(self.axis))
+
+    @property
+    def token_groups(self) -> int:
+        """Groups of devices that each hold all experts and their own tokens."""
+        return math.prod(self.mesh.shape[name] for name in self.token_axes)
 
     @property
     def local_experts(self) -> int:
@@ -82,7 +97,8 @@ class EPBuild:
         """The kernel build for `tokens` rows in all (a multiple of the device count)."""
         return make_spec(
             self.config, tokens, self.blocks, ep=self.ep, scheme=self.scheme, recipe=self.recipe, lora=self.lora,
-            static_scales=self.static_scales, transport=self.transport, axis=self.axis, num_experts=self.experts,
+            static_scales=self.static_scales, transport=self.transport, dispatch=self.dispatch,
+            axis=self.axis, num_experts=self.experts,
         )
 
     def shardings(self) -> dict[str, PartitionSpec]:
@@ -124,7 +140,8 @@ def fused_moe_ep(
       TypeError, ValueError: an argument of the wrong dtype or shape.
     """
     _check_arguments(x, topk_weights, topk_ids, tensors, build, adapter_slots, act_scale)
-    tokens, limit = x.shape[0], max_tokens(build.spec(build.ep), generation(build.generation).smem_bytes)
+    tokens, smem = x.shape[0], generation(build.generation).smem_bytes
+    limit = build.token_groups * max_tokens(build.spec(build.ep), smem)
     if limit < 1:
         raise ValueError(f"build: scalar memory of {build.generation} holds no routing table of this layer")
     # Compiler options are the outermost function's to give.
@@ -216,17 +233,16 @@ def _layer(
 ) -> jax.Array:
     """`fused_moe_ep` on checked arguments whose routing table fits scalar memory; one trace a build and T."""
     tokens = x.shape[0]
-    padded = round_up(tokens, build.ep)
-    spec = build.spec(padded)
+    padded = round_up(tokens, build.ep * build.token_groups)
+    spec = build.spec(padded // build.token_groups)
     x = jnp.pad(x, [(0, padded - tokens), (0, spec.hidden - x.shape[1])])
     topk_weights = _pad_rows(topk_weights, padded, 0)
     topk_ids = _pad_rows(topk_ids, padded, -1)
-    rows = PartitionSpec(build.axis)
+    rows = PartitionSpec((*build.token_axes, *_names(build.axis)))
     shardings = build.shardings()
-    args: dict[str, Any] = {
-        "x": x, "weights": topk_weights, "ids": topk_ids, "rank": jnp.arange(build.ep, dtype=jnp.int32)
-    }
+    args: dict[str, Any] = {"x": x, "weights": topk_weights, "ids": topk_ids}
     specs: dict[str, Any] = {name: rows for name in args}
+    args["rank"], specs["rank"] = jnp.arange(build.ep, dtype=jnp.int32), PartitionSpec(build.axis)
     if slots is not None:
         args["slots"], specs["slots"] = _pad_rows(slots, padded, -1), rows
     if act_scale is not None:
@@ -248,7 +264,7 @@ interpreted_layer = jax.jit(
 def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> jax.Array:
     """One device's share, inside `shard_map`."""
     plan = build_plan(spec, build.experts, args["ids"], args.get("slots"), args["rank"][0])
-    packed = pack_rows(args["x"])
+    packed = pack_fp8_rows(args["x"], spec.row_words) if spec.dispatch == "ag_fp8" else pack_rows(args["x"])
     if spec.ep > 1:
         packed = lax.all_gather(packed, spec.axis, axis=0, tiled=True)
     scalars = [plan.table] + ([args["act_scale"]] if spec.static_scales else [])

@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .numerics import apply_activation, cast_rows, fp8_scale, quantize_rows, split_bf16, unpack_rows
+from .numerics import apply_activation, cast_rows, fp8_scale, quantize_rows, split_bf16, unpack_fp8_rows, unpack_rows
 from .spec import LANES, ROW_BLOCK, Buffer, KernelSpec, operands, results, scratch
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
@@ -52,6 +52,17 @@ def _dot_nt(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
+def _device(axis: str | tuple[str, ...], place: jax.Array | int) -> dict[str, Any]:
+    """Mesh coordinates of the device at a place along the expert axis (or axes, the first the slowest)."""
+    if isinstance(axis, str):
+        return {axis: place}
+    where: dict[str, Any] = {}
+    for name in reversed(axis):
+        size = lax.axis_size(name)
+        place, where[name] = lax.div(place, size), lax.rem(place, size)
+    return where
+
+
 def _column_chunks(width: int) -> list[tuple[int, int]]:
     return [(n, min(N_CHUNK, width - n)) for n in range(0, width, N_CHUNK)]
 
@@ -69,7 +80,7 @@ class _Kernel:
 
     # -- the visit table --------------------------------------------------------------------------------------
 
-    def visit(self, v: jax.Array, field: int) -> jax.Array:
+    def visit(self, v: jax.Array, field: jax.Array | int) -> jax.Array:
         return self.r["tab"][self.table.visits + v * self.table.visit_width + field]
 
     def expert(self, v: jax.Array) -> jax.Array:
@@ -123,6 +134,10 @@ class _Kernel:
 
         def block(i: jax.Array, _: None) -> None:
             rows = pl.ds(pl.multiple_of(i * ROW_BLOCK, ROW_BLOCK), ROW_BLOCK)
+            r["y"][rows, :] = jnp.zeros((ROW_BLOCK, spec.hidden), jnp.float32)
+            if spec.dispatch == "ag_fp8":
+                self.unpack_block(p, i, rows)
+                return
             halves = unpack_rows(r["xg"][p, i].reshape(ROW_BLOCK, half))
             kept = r["xb"] if "xb" in r else (r["xs"] if spec.recipe != "w8a8" else None)
             if kept is not None:
@@ -130,9 +145,16 @@ class _Kernel:
                     kept[rows, j * half : (j + 1) * half] = part.astype(jnp.bfloat16)
             if spec.recipe == "w8a8":
                 self.quantize_block(rows, halves)
-            r["y"][rows, :] = jnp.zeros((ROW_BLOCK, spec.hidden), jnp.float32)
 
         lax.fori_loop(0, self.row_blocks(v), block, None)
+
+    def unpack_block(self, p: jax.Array, i: jax.Array, rows: Any) -> None:
+        """Rows that were quantised at their source: codes and scale only change places."""
+        r, quarter = self.r, self.spec.hidden // 4
+        words = quarter // LANES
+        for j, part in enumerate(unpack_fp8_rows(r["xg"][p, i, :, 0:words, :].reshape(ROW_BLOCK, quarter))):
+            r["xs"][rows, j * quarter : (j + 1) * quarter] = part
+        r["sx"][rows, :] = lax.bitcast_convert_type(r["xg"][p, i, :, words, :], jnp.float32)
 
     def quantize_block(self, rows: Any, halves: tuple[jax.Array, jax.Array]) -> None:
         spec, r = self.spec, self.r
@@ -222,14 +244,13 @@ class _Kernel:
                 sx = r["act_scale"][0] if spec.static_scales else r["sx"][rows, 0:1]
                 g = g * sx
             return g * r["s13v"][slot] if spec.quantized else g
-        g = None
+        g = jnp.zeros((rows.stop, spec.halves * self.blocks.bf), jnp.float32)
         for k in range(spec.hidden // LANES):
             columns = slice(k * LANES, (k + 1) * LANES)
             part = _dot(r["xs"][rows, columns], r["w13v"][slot, columns, :])
             if spec.recipe == "w8a8":
                 part = part * r["sx"][rows, k : k + 1]
-            part = part * r["s13v"][slot, k : k + 1, :]
-            g = part if g is None else g + part
+            g = g + part * r["s13v"][slot, k : k + 1, :]
         return g
 
     def down(self, rows: slice, h: jax.Array, slot: jax.Array) -> None:
@@ -407,7 +428,7 @@ class _Kernel:
                     for source, target in pairs:
                         pltpu.make_async_remote_copy(
                             source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
-                            device_id={self.spec.axis: owner}, device_id_type=pl.DeviceIdType.MESH,
+                            device_id=_device(self.spec.axis, owner), device_id_type=pl.DeviceIdType.MESH,
                         ).start()
 
             kept = jnp.where(here, length, 0)
@@ -446,7 +467,7 @@ class _Kernel:
         sem = pltpu.get_barrier_semaphore()
 
         def signal(d: jax.Array, _: None) -> None:
-            pl.semaphore_signal(sem, 1, device_id={self.spec.axis: d}, device_id_type=pl.DeviceIdType.MESH)
+            pl.semaphore_signal(sem, 1, device_id=_device(self.spec.axis, d), device_id_type=pl.DeviceIdType.MESH)
 
         lax.fori_loop(0, self.spec.ep, signal, None)
         pl.semaphore_wait(sem, self.spec.ep)

@@ -16,6 +16,7 @@ LANES = 128
 BF16_SUBLANES = 16
 
 KERNEL_RECIPES = ("w8a8", "w8a16", "bf16")
+DISPATCHES = ("ag_bf16", "ag_fp8")
 TRANSPORTS = ("push_bf16", "push_fp8", "rs_bf16")
 
 _ITEMSIZE = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "uint32": 4, "int32": 4}
@@ -122,6 +123,8 @@ class KernelSpec:
       recipe: ``"w8a8"``, ``"w8a16"`` or ``"bf16"``.
       block_scales: [128, 128] weight scales (one a row of w13 and w2 otherwise).
       static_scales: activations use scales known at load.
+      dispatch: how activations arrive: ``"ag_bf16"`` gathers the rows themselves, ``"ag_fp8"`` codes and a scale
+        quantised at the source (w8a8 with per-token scales, without adapters: those need the original rows).
       transport: how results leave: ``"push_bf16"`` writes each row to its token's owner, ``"push_fp8"`` the same
         as e4m3 codes and a scale a row, ``"rs_bf16"`` leaves rows here for a reduce-scatter.
     """
@@ -132,7 +135,7 @@ class KernelSpec:
     tokens: int
     top_k: int
     ep: int
-    axis: str
+    axis: str | tuple[str, ...]
     activation: str
     gated: bool
     recipe: str
@@ -142,6 +145,7 @@ class KernelSpec:
     transport: str
     blocks: Blocks
     lora: LoRASpec | None = None
+    dispatch: str = "ag_bf16"
 
     def __post_init__(self) -> None:
         if self.hidden % 256:
@@ -152,6 +156,16 @@ class KernelSpec:
             raise ValueError(f"recipe: got {self.recipe!r}, want one of {', '.join(KERNEL_RECIPES)}")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport: got {self.transport!r}, want one of {', '.join(TRANSPORTS)}")
+        if self.dispatch not in DISPATCHES:
+            raise ValueError(f"dispatch: got {self.dispatch!r}, want one of {', '.join(DISPATCHES)}")
+        if self.dispatch == "ag_fp8":
+            plain = self.recipe == "w8a8" and not (self.block_scales or self.static_scales)
+            if not plain or self.lora is not None or self.hidden % 512:
+                raise ValueError(
+                    f"dispatch: got 'ag_fp8' with recipe={self.recipe!r}, block_scales={self.block_scales}, "
+                    f"static_scales={self.static_scales}, lora={self.lora}, hidden={self.hidden}; want w8a8 with "
+                    "per-token scales, no adapters and hidden a multiple of 512"
+                )
         if self.tokens % self.ep:
             raise ValueError(f"tokens: got {self.tokens}, want a multiple of ep={self.ep} (pad them)")
         if (self.lora is None) != (self.blocks.pairs == 0):
@@ -166,6 +180,11 @@ class KernelSpec:
     def pushes(self) -> bool:
         """Whether the kernel itself sends results to their owners."""
         return self.transport.startswith("push")
+
+    @property
+    def row_words(self) -> int:
+        """128-lane words of a gathered row; an FP8 row carries its scale in a word of its own, padded to whole tiles."""
+        return round_up(self.hidden // 512 + 1, 8) if self.dispatch == "ag_fp8" else self.hidden // 256
 
     @property
     def fp8_wire(self) -> bool:
@@ -267,7 +286,7 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
     wdtype = "float8_e4m3fn" if spec.quantized else "bfloat16"
     xdtype = "float8_e4m3fn" if spec.recipe == "w8a8" else "bfloat16"
     out = [
-        Buffer("xg", "vmem", (b.xbuf, rows // ROW_BLOCK, ROW_BLOCK, h // 256, LANES), "uint32"),
+        Buffer("xg", "vmem", (b.xbuf, rows // ROW_BLOCK, ROW_BLOCK, spec.row_words, LANES), "uint32"),
         Buffer("xs", "vmem", (rows, h), xdtype),
         Buffer("y", "vmem", (rows, h), "float32"),
         Buffer("w13v", "vmem", (b.nbuf, h, spec.halves * bf), wdtype),

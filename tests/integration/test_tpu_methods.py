@@ -306,6 +306,31 @@ def test_longer_meshes(
     assert bitwise_equal(run(long, mesh(4, names, axis), x, logits), want)
 
 
+@pytest.mark.parametrize("shape", [{"attn_dp": 2, "model": 2}, {"model": 2, "expert": 2}, {"data": 2, "model": 2}],
+                         ids=lambda s: "x".join(s))
+def test_several_wide_axes(
+    shape: dict[str, int], vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts over two axes at once, and tokens over ``data`` with the experts replicated."""
+    import jax
+    from jax.sharding import Mesh
+    from tpu_inference.layers.common import sharding
+
+    monkeypatch.setenv("ISOMOE_TPU_RECIPE", "w8a16")
+    monkeypatch.setattr(sharding.ShardingAxisName, "_cls", sharding.ShardingAxisNameBase)
+    names = sharding.MESH_AXIS_NAMES
+    wide = Mesh(np.array(jax.devices()[:4]).reshape([shape.get(name, 1) for name in names]), names)
+    built, weights = build(vllm_config("channel"), wide), random_weights("channel")
+    load(built, weights)
+    process(built)
+    taken = built.method.ep_layer
+    assert taken is not None
+    assert taken.ep == (2 if "data" in shape else 4) and taken.token_axes == (("data",) if "data" in shape else ())
+    x, logits = batch()
+    got = run(built, wide, x, logits, jit=True)
+    assert rel_l2(got, expected(weights, x, logits, "w8a16")[0]) <= TO_RECIPE.bound
+
+
 def test_batch_sizes_and_ep_sizes_agree(vllm_config: Callable[..., Any], mesh: Callable[..., Any]) -> None:
     """A token's row does not depend on how many devices or other rows there are, beyond rounding."""
     weights, (x, logits) = random_weights("channel"), batch(tokens=13)

@@ -7,6 +7,7 @@ operands themselves are parameters of the vLLM layer, so that they are arguments
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...common.config import FusedMoEConfig
-from ...common.platforms import Platform
+from ...common.platforms import TPU_DEVICE_KINDS
 from ...common.weights import MoEWeights
 from ..blocks import choose_blocks, interpreter_blocks, tile_width
 from ..ep_moe import EPBuild, fused_moe_ep
@@ -29,25 +30,24 @@ from .routing import route_on_device
 INTERPRETED_GENERATION = "v7x"
 
 
-def expert_axis(mesh: Mesh, axes: str | tuple[str, ...]) -> str:
-    """The one mesh axis that really splits experts.
+def expert_axes(mesh: Mesh, names: str | tuple[str, ...]) -> tuple[str | tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes that really split experts, and those that split only tokens.
 
-    tpu-inference names up to six axes for experts; those of extent 1 split nothing.
+    tpu-inference names up to six axes for experts, of which those of extent 1 split nothing. Experts are replicated
+    over the others (``data``), each place along them having tokens of its own.
+
+    Returns:
+      one axis, or several with the slowest first, and the token axes.
 
     Raises:
-      ValueError: several split experts, or tokens are split over an axis that experts are replicated over.
+      ValueError: the mesh has none of the axes.
     """
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    names = tuple(name for name in names if name in mesh.shape)
-    if not names:
-        raise ValueError(f"mesh: has axes {mesh.axis_names}, none of the expert axes {axes}")
-    wide = [name for name in names if mesh.shape[name] > 1]
-    if len(wide) > 1:
-        raise ValueError(f"mesh: experts are split over several axes {tuple(wide)}, want one")
-    others = {name: size for name, size in mesh.shape.items() if name not in names and size > 1}
-    if others:
-        raise ValueError(f"mesh: axes {others} replicate the experts; every replica would compute all tokens")
-    return wide[0] if wide else names[-1]
+    named = tuple(n for n in ((names,) if isinstance(names, str) else tuple(names)) if n in mesh.shape)
+    if not named:
+        raise ValueError(f"mesh: has axes {mesh.axis_names}, none of the expert axes {names}")
+    wide = tuple(name for name in named if mesh.shape[name] > 1)
+    axis = wide if len(wide) > 1 else (wide or named[-1:])[0]
+    return axis, tuple(name for name, size in mesh.shape.items() if name not in named and size > 1)
 
 
 def mesh_generation(mesh: Mesh) -> tuple[str, bool]:
@@ -56,15 +56,13 @@ def mesh_generation(mesh: Mesh) -> tuple[str, bool]:
     Raises:
       ValueError: devices of another kind, or a generation without limits here.
     """
-    platform = mesh.devices.flat[0].platform
-    if platform == "cpu":
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
         return INTERPRETED_GENERATION, True
-    if platform != "tpu":
-        raise ValueError(f"mesh: got {platform} devices, want TPU")
-    found = Platform.detect().arch
-    if found not in GENERATIONS:
-        raise ValueError(f"mesh: got TPU generation {found or 'unknown'}, want one of {', '.join(GENERATIONS)}")
-    return found, False
+    name = TPU_DEVICE_KINDS.get(device.device_kind, device.device_kind)
+    if device.platform != "tpu" or name not in GENERATIONS:
+        raise ValueError(f"mesh: got {device.platform} devices ({name}), want TPU {', '.join(GENERATIONS)}")
+    return name, False
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +70,8 @@ class EPLayer:
     """The static part of a layer.
 
     Attributes:
-      mesh, axis: where experts are split.
+      mesh: the devices.
+      axis, token_axes: what experts, and what only tokens are split over; see `expert_axes`.
       config: the layer.
       scheme: `MoEWeights.scheme` of the operands.
       recipe: ``"w8a8"`` or ``"w8a16"``.
@@ -84,7 +83,8 @@ class EPLayer:
     """
 
     mesh: Mesh
-    axis: str
+    axis: str | tuple[str, ...]
+    token_axes: tuple[str, ...]
     config: FusedMoEConfig
     scheme: str
     recipe: str
@@ -96,14 +96,14 @@ class EPLayer:
 
     @classmethod
     def of(
-        cls, weights: MoEWeights, config: FusedMoEConfig, mesh: Mesh, expert_axes: str | tuple[str, ...], recipe: str
+        cls, weights: MoEWeights, config: FusedMoEConfig, mesh: Mesh, names: str | tuple[str, ...], recipe: str
     ) -> EPLayer:
-        """The layer for these weights.
+        """The layer for these weights; `names` are the mesh axes that may split experts.
 
         Raises:
           ValueError: a mesh, layer or recipe the kernel does not serve; the message says which.
         """
-        axis = expert_axis(mesh, expert_axes)
+        axis, token_axes = expert_axes(mesh, names)
         name, interpreted = mesh_generation(mesh)
         weights.check_matches(config)
         static = weights.has_static_input and recipe == "w8a8"
@@ -112,11 +112,17 @@ class EPLayer:
             if interpreted else tile_width(generation(name), config, weights.scheme)
         )
         layer = cls(
-            mesh, axis, config, weights.scheme, recipe, name, bf, interpreted,
+            mesh, axis, token_axes, config, weights.scheme, recipe, name, bf, interpreted,
             static_scales=activation_scales(weights) if static else None,
         )
-        layer.build(mesh.shape[axis])
+        layer.build(layer.ep)  # refuses what does not fit
         return layer
+
+    @property
+    def ep(self) -> int:
+        """Devices that share the experts."""
+        axes = (self.axis,) if isinstance(self.axis, str) else self.axis
+        return math.prod(self.mesh.shape[name] for name in axes)
 
     def build(self, num_tokens: int) -> EPBuild:
         """The program for a batch size; blocks follow it, operand layouts do not.
@@ -124,7 +130,8 @@ class EPLayer:
         Raises:
           ValueError: nothing fits the device; the message names the limit.
         """
-        ep = int(self.mesh.shape[self.axis])
+        groups = math.prod(self.mesh.shape[name] for name in self.token_axes)
+        num_tokens = -(-num_tokens // groups)
         slots, rank = (self.lora.slots, self.lora.rank) if self.lora else (0, 0)
         interpret: Any = False
         if self.interpreted:
@@ -137,13 +144,13 @@ class EPLayer:
             interpret = InterpretSettings().params()
         else:
             blocks = choose_blocks(
-                self.generation, self.config, num_tokens, ep=ep, scheme=self.scheme, recipe=self.recipe,
+                self.generation, self.config, num_tokens, ep=self.ep, scheme=self.scheme, recipe=self.recipe,
                 max_loras=slots, max_lora_rank=rank, bf=self.bf,
             )
         return EPBuild(
             mesh=self.mesh, axis=self.axis, config=self.config, scheme=self.scheme, recipe=self.recipe,
             blocks=blocks, generation=self.generation, lora=self.lora,
-            static_scales=self.static_scales is not None, interpret=interpret,
+            static_scales=self.static_scales is not None, interpret=interpret, token_axes=self.token_axes,
         )
 
     def with_lora(self, lora: LoRASpec) -> EPLayer:
@@ -156,7 +163,7 @@ class EPLayer:
         Each shard is arranged on its own, so the host holds one shard's copy at a time, and a process lays out only
         the experts of its own devices.
         """
-        build = self.build(self.mesh.shape[self.axis])
+        build = self.build(self.ep)
         shardings = build.shardings()
         per_device = build.local_experts
         laid: dict[int, dict[str, np.ndarray]] = {}
@@ -172,8 +179,8 @@ class EPLayer:
         shapes: dict[str, tuple[int, ...]] = {}
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
         experts = per_device * build.ep
-        for device, index in sharding.addressable_devices_indices_map((experts,)).items():
-            first = index[0].start or 0
+        places = sharding.addressable_devices_indices_map((experts,))
+        for device, first in sorted(((d, i[0].start or 0) for d, i in places.items()), key=lambda pair: pair[1]):
             if first not in laid:
                 laid = {first: shard(first)}
             for name, array in laid[first].items():

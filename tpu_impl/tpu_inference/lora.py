@@ -113,7 +113,7 @@ class FusedMoEWithLoRA(vllm_layers.FusedMoEWithLoRA, BaseLinearLayerWithLoRA):
     def _build(self) -> Any:
         layer = self.method.ep_layer
         assert layer is not None
-        return layer.build(layer.mesh.shape[layer.axis])
+        return layer.build(layer.ep)
 
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         return {name: entry for name, entry in operand_shapes(self._build()).items() if name in _STACKS}

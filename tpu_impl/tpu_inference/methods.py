@@ -62,7 +62,7 @@ class _Scheme:
     static_input: bool
 
 
-def layer_config(moe: Any, layer: RoutedExperts, experts: int, hidden: int, inter: int, ep: int) -> FusedMoEConfig:
+def layer_config(moe: Any, layer: RoutedExperts, experts: int, hidden: int, inter: int) -> FusedMoEConfig:
     """This package's config of a loaded vLLM layer.
 
     Raises:
@@ -84,7 +84,7 @@ def layer_config(moe: Any, layer: RoutedExperts, experts: int, hidden: int, inte
         renormalize=bool(layer.renormalize), routed_scaling_factor=float(layer.routed_scaling_factor),
         num_expert_group=layer.num_expert_group if grouped else None,
         topk_group=layer.topk_group if grouped else None, is_lora_enabled=False,
-        moe_parallel_config=FusedMoEParallelConfig(ep_size=ep, use_ep=ep > 1),
+        moe_parallel_config=FusedMoEParallelConfig(use_ep=True),
     )
     reason = declared_support(PallasEPExecutor).why_not_layer(config, None, None)
     if reason is not None:
@@ -116,7 +116,7 @@ class EPKernelMixin:
                 logger.warning_once(f"isomoe: layers like this stay on tpu-inference's own kernel: {error}")
             else:
                 logger.info_once(
-                    f"isomoe: expert-parallel kernel on {self.ep_layer.mesh.shape[self.ep_layer.axis]} devices, "
+                    f"isomoe: expert-parallel kernel on {self.ep_layer.ep} devices, "
                     f"{self.ep_layer.scheme} weights, {self.ep_layer.recipe}"
                     + (", interpreted (no TPU)" if self.ep_layer.interpreted else "")
                 )
@@ -130,7 +130,7 @@ class EPKernelMixin:
         if weights.scheme == "block" and settings.weight_scale_policy == "per_channel":
             weights = requantize_per_channel(weights)
         config = layer_config(
-            self.moe, layer, weights.num_experts, weights.hidden_dim, weights.intermediate_size, self.mesh.size
+            self.moe, layer, weights.num_experts, weights.hidden_dim, weights.intermediate_size
         )
         taken = EPLayer.of(weights, config, self.mesh, ShardingAxisName.EXPERT, settings.recipe)
         operands = taken.operands(weights)

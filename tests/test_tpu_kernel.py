@@ -61,6 +61,7 @@ class Layer:
         slots: int | None = None,
         settings: InterpretSettings = STRICT,
         transport: str = "push_bf16",
+        dispatch: str = "ag_bf16",
         axes: tuple[tuple[str, int], ...] = (),
     ) -> None:
         self.case, self.inputs = case, build(case)
@@ -76,7 +77,7 @@ class Layer:
         self.build = ep_moe.EPBuild(
             mesh=Mesh(devices.reshape([n for _, n in shape]), tuple(name for name, _ in shape)), axis="ep",
             config=config, scheme=case.scheme, recipe=case.recipe, blocks=blocks, generation="v7x",
-            transport=transport, interpret=settings.params(),
+            transport=transport, dispatch=dispatch, interpret=settings.params(),
         )
         experts = case.ep * self.build.local_experts
         operands = layout.lay_out_weights(self.inputs.weights, bf=blocks.bf, experts=experts)
@@ -204,6 +205,14 @@ def test_fp8_result_rows() -> None:
     assert rel_l2(got, layer.reference(layer.recipe().with_wire("fp8"))) <= 2 * TO_RECIPE
     assert rel_l2(got, layer.reference()) > 2 * TO_RECIPE
     assert bitwise_equal(got, Layer(replace(case, ep=1), transport="push_fp8").run())
+
+
+def test_rows_quantised_at_their_source() -> None:
+    """One quantiser: where it runs leaves no trace, so programs with and without adapters agree on base rows."""
+    case = Case("channel", "w8a8", ep=2, tokens=13, shape=Shape(8, 2, 512, 128))
+    assert bitwise_equal(check(Layer(case, dispatch="ag_fp8")), Layer(case).run())
+    with pytest.raises(ValueError, match="dispatch: got 'ag_fp8' with recipe='w8a16'"):
+        Layer(replace(case, recipe="w8a16"), dispatch="ag_fp8").run()
 
 
 @pytest.mark.parametrize("axes", [(("data", 2), ("ep", 4)), (("ep", 4), ("model", 1)), (("a", 1), ("ep", 4), ("b", 2))])

@@ -22,7 +22,7 @@ from .blocks import choose_blocks, make_spec
 from .generations import Generation, generation
 from .layout import padded_rank
 from .llo import Loop, Schedule, read_schedule
-from .spec import ROW_BLOCK, Blocks, KernelSpec, LoRASpec, scratch_bytes
+from .spec import LANES, ROW_BLOCK, Blocks, KernelSpec, LoRASpec, scratch_bytes
 
 KERNEL_NAME = "isomoe_expert_kernel"
 TIMEOUT_S = 600.0
@@ -93,6 +93,7 @@ def aot_compile(
     max_lora_rank: int = 0,
     recipe: str | None = None,
     transport: str = "push_bf16",
+    dispatch: str = "ag_bf16",
     schedule: bool = True,
 ) -> AotReport:
     """Compile one MoE layer for `topology` and report sizes, schedule and the time model.
@@ -104,7 +105,7 @@ def aot_compile(
       scheme: weight scheme.
       max_loras, max_lora_rank: adapter slots; 0 compiles the program without adapters.
       recipe: None takes the generation's default (w8a8 where e4m3 is native, else w8a16).
-      transport: how results leave.
+      dispatch, transport: how activations arrive and results leave (`spec.KernelSpec`).
       schedule: also compile the kernel alone and read its schedule.
 
     Raises:
@@ -122,15 +123,17 @@ def aot_compile(
         raise ValueError(f"ep_size: got {ep}, want a divisor of the {devices} devices of {topology}")
     blocks = choose_blocks(
         gen.name, config, num_tokens, ep=ep, scheme=scheme, recipe=recipe, max_loras=max_loras,
-        max_lora_rank=max_lora_rank, transport=transport,
+        max_lora_rank=max_lora_rank, transport=transport, dispatch=dispatch,
     )
     lora = LoRASpec(max_loras, padded_rank(max_lora_rank)) if max_loras else None
     spec = make_spec(
-        config, num_tokens, blocks, ep=ep, scheme=scheme, recipe=recipe, lora=lora, transport=transport
+        config, num_tokens, blocks, ep=ep, scheme=scheme, recipe=recipe, lora=lora, transport=transport,
+        dispatch=dispatch,
     )
     request = {
         "topology": topology, "generation": gen.name, "devices": devices, "ep": ep, "tokens": num_tokens,
-        "config": repr(config), "scheme": scheme, "recipe": recipe, "transport": transport, "blocks": repr(blocks),
+        "config": repr(config), "scheme": scheme, "recipe": recipe, "transport": transport, "dispatch": dispatch,
+        "blocks": repr(blocks),
         "lora": repr(lora),
     }
     rows = max(1, round(num_tokens * config.experts_per_token / config.num_experts))
@@ -225,7 +228,7 @@ def model_us(
 
     ``hbm``: every visited expert's weights (and adapter pairs) once, rows in and out. ``mxu``: multiply-adds at peak.
     ``bundles``: the static schedule at the generation's clock. ``kernel`` is the largest of the three. ``dispatch``:
-    all-gather of bf16 rows into the device with the fewest links. ``push``: result rows over the bisection (a
+    all-gather of rows into the device with the fewest links. ``push``: result rows over the bisection (a
     reduce-scatter: partial sums as the all-gather). Links have no wraparound. ``total`` = dispatch + max(kernel, push),
     or their sum for a reduce-scatter. Planning, the final sum and launches are not in it.
     """
@@ -238,7 +241,7 @@ def model_us(
     if spec.lora:
         pairs = visited * min(spec.lora.slots, max(1.0, rows / max(visited, 1e-9)))
         pair_bytes = pairs * 2 * spec.lora.rank * (spec.halves + 1) * (spec.hidden + spec.inter)
-    row_bytes = rows * 2 * 2 * spec.hidden
+    row_bytes = rows * (4 * LANES * spec.row_words + (1 if spec.fp8_wire else 2) * spec.hidden)
     hbm = (visited * matrix * weight_item + pair_bytes + row_bytes) / gen.hbm_gbps / 1e3
     peak = gen.fp8_tflops if spec.recipe == "w8a8" else gen.bf16_tflops
     mxu = 2 * rows * matrix / peak / 1e6
@@ -251,10 +254,11 @@ def model_us(
         long = [d for d in grid if d > 1]
         corner, cut = max(1, len(long)), max(1, round(chips / max(grid)))
         data = num_tokens * 2 * spec.hidden
-        dispatch = data * (1 - 1 / chips) / corner / gen.link_gbps / 1e3
+        gather = num_tokens * 4 * LANES * spec.row_words
+        dispatch = gather * (1 - 1 / chips) / corner / gen.link_gbps / 1e3
         push = data * (0.5 if spec.fp8_wire else 1) * k / 4 / cut / gen.link_gbps / 1e3
         if not spec.pushes:
-            push = dispatch
+            push = data * (1 - 1 / chips) / corner / gen.link_gbps / 1e3
     terms = {
         "hbm": hbm, "mxu": mxu, "bundles": schedule, "kernel": kernel, "dispatch": dispatch, "push": push,
         "total": dispatch + (max(kernel, push) if spec.pushes else kernel + push),

@@ -32,7 +32,8 @@ def _build(request: dict[str, Any]) -> EPBuild:
     mesh = Mesh(np.array(devices).reshape(request["devices"] // request["ep"], request["ep"]), ("data", "ep"))
     return EPBuild(
         mesh=mesh, axis="ep", scheme=request["scheme"], recipe=request["recipe"],
-        generation=request["generation"], transport=request["transport"], **values,
+        generation=request["generation"], transport=request["transport"],
+        dispatch=request["dispatch"], **values,
     )
 
 
@@ -74,7 +75,7 @@ def _lower_kernel(build: EPBuild, tokens: int) -> Any:
     )
     return jax.jit(mapped).lower(
         _abstract(build, (build.ep * spec.table.size,), jnp.int32, rows),
-        _abstract(build, (spec.tokens, spec.hidden // 256, 128), jnp.uint32, PartitionSpec()),
+        _abstract(build, (spec.tokens, spec.row_words, 128), jnp.uint32, PartitionSpec()),
         tensors,
     )
 
@@ -88,7 +89,7 @@ def main() -> None:
         compiled = lower(build, request["tokens"]).compile()
         seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
-        answer = {
+        answer: dict[str, Any] = {
             "compile_s": round(seconds, 2),
             "code_bytes": int(memory.generated_code_size_in_bytes),
             "temp_bytes": int(memory.temp_size_in_bytes),

@@ -106,6 +106,8 @@ def _block_scales(
 def activation_scales(weights: MoEWeights) -> np.ndarray:
     """float32 ``[4]``: the static x scale, its inverse, the h scale, its inverse."""
     one = np.float32(1.0)
+    if weights.w13_input_scale is None or weights.w2_input_scale is None:
+        raise ValueError("weights: got no w13_input_scale and w2_input_scale, want static activation scales")
     scales = [np.float32(np.max(s)) for s in (weights.w13_input_scale, weights.w2_input_scale)]
     return np.array([scales[0], one / scales[0], scales[1], one / scales[1]], np.float32)
 

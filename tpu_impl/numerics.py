@@ -66,6 +66,29 @@ def pack_rows(x: jax.Array) -> jax.Array:
     return words.reshape(tokens, hidden // 256, 128)
 
 
+def pack_fp8_rows(x: jax.Array, words: int) -> jax.Array:
+    """bf16 ``[T, H]``, quantised a row, to uint32 ``[T, words, 128]``.
+
+    Byte b of word j holds the code of column ``j + b H/4``; word row ``H/512`` holds the scale in every lane.
+    """
+    tokens, hidden = x.shape
+    codes, scale = quantize_rows(x.astype(jnp.float32))
+    raw = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32).reshape(tokens, 4, hidden // 4)
+    packed = raw[:, 0] | (raw[:, 1] << 8) | (raw[:, 2] << 16) | (raw[:, 3] << 24)
+    bits = jnp.broadcast_to(lax.bitcast_convert_type(scale, jnp.uint32)[:, :, None], (tokens, 1, 128))
+    spare = jnp.zeros((tokens, words - hidden // 512 - 1, 128), jnp.uint32)
+    return jnp.concatenate([packed.reshape(tokens, hidden // 512, 128), bits, spare], axis=1)
+
+
+def unpack_fp8_rows(words: jax.Array) -> list[jax.Array]:
+    """uint32 ``[n, H/4]`` to the row's four quarters, e4m3 ``[n, H/4]`` each."""
+    quarters = []
+    for b in range(4):
+        byte = ((words >> (8 * b)) & jnp.uint32(0xFF)).astype(jnp.int32).astype(jnp.int8)
+        quarters.append(lax.bitcast_convert_type(byte, jnp.float8_e4m3fn))
+    return quarters
+
+
 def unpack_rows(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """uint32 ``[n, H/2]`` to the row's two halves, float32 ``[n, H/2]`` each, exactly."""
     low = lax.bitcast_convert_type(words << 16, jnp.float32)

@@ -197,6 +197,9 @@ def build(case: Case) -> Inputs:
     return Inputs(case, x.astype(BF16), topk_weights, topk_ids, weights, adapters, adapter_ids)
 
 
+INVARIANT_CASES = (Case("channel", "w8a8", "mixed"), Case("block", "w8a8", "mixed"), Case("channel", "w8a16", "mixed"))
+
+
 def recipes_of(scheme: str) -> tuple[str, ...]:
     """The recipes a scheme has."""
     return ("bf16",) if scheme == "bf16" else ("w8a8", "w8a16")
@@ -232,4 +235,35 @@ def ep_cases() -> list[Case]:
     cases += [Case("block", "w8a8", "mixed", ep=4), Case("channel", "w8a16", "mixed", ep=4)]
     cases += [Case("channel", "w8a8", "mixed", routing=r, ep=4, tokens=11) for r in ROUTINGS if r != "uniform"]
     cases += [Case("channel", "w8a8", "mixed", shape=UNEVEN, ep=4, tokens=1), Case("bf16", "bf16", "none", ep=2)]
+    return cases
+
+
+def quick_cases() -> list[Case]:
+    """One case a recipe without adapters and with, one split over ranks: a first answer in seconds."""
+    cases = [Case(s, r, lora) for s, r in (("channel", "w8a8"), ("channel", "w8a16"), ("block", "w8a8"), ("bf16", "bf16"))
+             for lora in ("none", "mixed")]
+    return [*cases, Case("channel", "w8a8", "mixed", ep=4), Case("channel", "w8a16", "mixed", ep=4)]
+
+
+def full_cases() -> list[Case]:
+    """Scheme, recipe, adapters and routing crossed, and token counts about the sizes of tiles."""
+    cases = [
+        Case(scheme, recipe, lora, routing)
+        for scheme in (*FP8_SCHEMES, "bf16") for recipe in recipes_of(scheme)
+        for lora in ("none", "mixed", "shared_outer") for routing in ROUTINGS
+    ]
+    cases += [
+        Case(scheme, recipe, "mixed", tokens=t)
+        for scheme, recipe in (("channel", "w8a8"), ("block", "w8a8"), ("channel", "w8a16"))
+        for t in (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129)
+    ]
+    return list(dict.fromkeys(cases))
+
+
+def production_cases() -> list[Case]:
+    """Real H, I and K with 16 experts (one rank's share), for executors that run natively; numpy needs a few GB."""
+    cases = []
+    for shape in PRODUCTION.values():
+        share = replace(shape, num_experts=min(16, shape.num_experts))
+        cases += [Case("block", "w8a8", "mixed", tokens=64, shape=share), Case("channel", "w8a8", tokens=1, shape=share)]
     return cases

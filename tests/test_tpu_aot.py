@@ -10,6 +10,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+
 from isomoe.common.config import FusedMoEConfig, FusedMoEParallelConfig
 from isomoe.tests.matrix import PRODUCTION
 from isomoe.tpu_impl import AotReport, aot_compile
@@ -109,6 +110,37 @@ def test_a_refusal_carries_the_reason() -> None:
         aot_compile("tpu7x:2x2x1", FusedMoEConfig(8, 2, 65536, 4096), 8, scheme="channel")
     with pytest.raises(RuntimeError, match=r"tpu7x:9x9x9, T=8: "):
         aot_compile("tpu7x:9x9x9", SMALL, 8, scheme="channel", schedule=False)
+
+
+def test_exports_for_tpu_from_a_cpu() -> None:
+    """The program asks neither which TPU it will run on nor which device it is (rank is data)."""
+    jax = pytest.importorskip("jax")
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from isomoe.tpu_impl.ep_moe import EPBuild, fused_moe_ep, operand_shapes
+    from isomoe.tpu_impl.spec import Blocks, LoRASpec
+
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("data", "model"))
+    build = EPBuild(
+        mesh=mesh, axis="model", config=FusedMoEConfig(8, 2, 512, 256), scheme="channel", recipe="w8a8",
+        blocks=Blocks(128, 64, (32, 64), 2, 2, 32, 2), generation="v7x", lora=LoRASpec(2, 16),
+    )
+
+    def abstract(shape: tuple[int, ...], dtype: object, split: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split or PartitionSpec()))
+
+    split = build.shardings()
+    tensors = {n: abstract(shape, dtype, split[n]) for n, (shape, dtype) in operand_shapes(build).items()}
+    function = jax.jit(lambda x, w, i, s, t: fused_moe_ep(x, w, i, t, build=build, adapter_slots=s))
+    exported = jax.export.export(function, platforms=["tpu"])(
+        abstract((32, 512), jnp.bfloat16), abstract((32, 2), jnp.float32), abstract((32, 2), jnp.int32),
+        abstract((32,), jnp.int32), tensors,
+    )
+    module = exported.mlir_module()
+    assert "isomoe_expert_kernel" in module
+    assert "partition_id" not in module
 
 
 def test_topology_names() -> None:

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+
 from isomoe.common.config import FusedMoEConfig
 from isomoe.tests.matrix import PRODUCTION
 from isomoe.tpu_impl import blocks as chooser

@@ -16,6 +16,8 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+
 from isomoe.common.config import FusedMoEConfig  # noqa: E402
 from isomoe.common.executors import make_call  # noqa: E402
 from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2  # noqa: E402
@@ -27,7 +29,6 @@ from isomoe.tests.matrix import Case, Shape, build  # noqa: E402
 from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan  # noqa: E402
 from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor  # noqa: E402
 from isomoe.tpu_impl.spec import Blocks, LoRASpec  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)
 

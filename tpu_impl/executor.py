@@ -144,7 +144,7 @@ class PallasEPExecutor:
         if _have_tpu():
             return choose_blocks(
                 Platform.detect().arch, call.config, call.num_tokens, ep=call.ep_size, scheme=call.weights.scheme,
-                recipe=call.recipe.name, max_loras=loras, max_lora_rank=rank, bf=fixed,
+                recipe=call.recipe.name, max_loras=loras, max_lora_rank=rank, transport=_transport(call), bf=fixed,
             )
         return interpreter_blocks(
             inter=call.config.intermediate_size, rows=call.num_tokens * call.config.experts_per_token,
@@ -209,7 +209,7 @@ def _run(call: MoECall, blocks: Blocks, devices: list[Any], settings: InterpretS
         recipe=call.recipe.name,
         blocks=blocks,
         generation="v7x" if settings else Platform.detect().arch,
-        transport="push_fp8" if call.recipe.wire == "fp8" else "push_bf16",
+        transport=_transport(call),
         static_scales=static,
         interpret=settings.params() if settings else False,
     )
@@ -240,6 +240,10 @@ def _run(call: MoECall, blocks: Blocks, devices: list[Any], settings: InterpretS
 
             pltpu.reset_tpu_interpret_mode_state()
         raise
+
+
+def _transport(call: MoECall) -> str:
+    return "push_fp8" if call.recipe.wire == "fp8" else "push_bf16"
 
 
 def _local_ids(call: MoECall) -> np.ndarray:

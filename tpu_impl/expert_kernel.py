@@ -324,7 +324,8 @@ class _Kernel:
         """bool ``[height, lanes]``: whether a lane belongs to the adapter of row ``first + i``."""
         spec = self.spec
         assert spec.lora is not None
-        owner = lax.broadcasted_iota(jnp.int32, (1, spec.lanes), 1) // spec.lora.rank
+        # lax.div, as `//` would make the lowering ask which TPU this is.
+        owner = lax.div(lax.broadcasted_iota(jnp.int32, (1, spec.lanes), 1), spec.lora.rank)
         low = jnp.zeros((1, spec.lanes), jnp.int32)
         high = jnp.zeros((1, spec.lanes), jnp.int32)
         for i in range(self.blocks.pairs):

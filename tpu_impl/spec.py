@@ -183,7 +183,7 @@ class KernelSpec:
 
     @property
     def row_words(self) -> int:
-        """128-lane words of a gathered row; an FP8 row carries its scale in a word of its own, padded to whole tiles."""
+        """Words of 128 lanes in a gathered row; an FP8 row has one more for its scale, padded to whole tiles."""
         return round_up(self.hidden // 512 + 1, 8) if self.dispatch == "ag_fp8" else self.hidden // 256
 
     @property

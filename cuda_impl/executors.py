@@ -42,7 +42,27 @@ def _info(name: str, recipes: tuple[str, ...], detail: str) -> ExecutorInfo:
     state, reason = _state()
     if state == "unavailable":
         return ExecutorInfo(name, state, reason)
+    if state == "native" and "capability 9.0" in reason:
+        detail += "; on Hopper its Gluon kernels where they serve the call (ISOMOE_HOPPER=0 keeps them out)"
     return ExecutorInfo(name, state, reason, recipes, detail)
+
+
+def _declared(call: MoECall) -> Recipe:
+    """The recipe a call really runs: Hopper's kernels store result rows in bf16, and are preferred where they serve."""
+    if call.recipe.wire != "f32" or call.ep_size != 1 or _state()[0] != "native":
+        return call.recipe
+    import torch
+
+    from ._runtime import target_of
+    from .route import CallShape, pad_rank, why_not_hopper
+
+    weights, wire = call.weights, call.recipe.with_wire("bf16")
+    rank = max([call.config.max_lora_rank, *(a.rank for a in call.adapters)]) if call.adapters else 0
+    shape = CallShape(
+        wire, call.config.activation, weights.scheme == "block", weights.is_act_and_mul, weights.w13_bias is not None,
+        weights.hidden_dim, weights.intermediate_size, pad_rank(rank) if rank else 0,
+    )  # fmt: skip
+    return wire if why_not_hopper(shape, target_of(torch.device("cuda"))) is None else call.recipe
 
 
 def _partial(call: MoECall, f32_out: bool) -> np.ndarray:
@@ -65,7 +85,7 @@ def _partial(call: MoECall, f32_out: bool) -> np.ndarray:
         to_torch(call.topk_ids, device),
         prepare_weights(call.weights, device),
         activation=call.config.activation,
-        recipe=call.recipe,
+        recipe=_declared(call) if not f32_out else call.recipe,
         adapters=adapters,
         adapter_ids=None if adapters is None or call.adapter_ids is None else to_torch(call.adapter_ids, device),
         expert_map=None if call.expert_map is None else to_torch(call.expert_map, device),
@@ -117,7 +137,7 @@ class TritonExecutor:
 
     @classmethod
     def recipe(cls, call: MoECall) -> Recipe:
-        return call.recipe
+        return _declared(call)
 
     @classmethod
     def run(cls, call: MoECall) -> np.ndarray:
@@ -143,7 +163,7 @@ class MarlinExecutor:
 
     @classmethod
     def recipe(cls, call: MoECall) -> Recipe:
-        return call.recipe
+        return _declared(call)
 
     @classmethod
     def run(cls, call: MoECall) -> np.ndarray:

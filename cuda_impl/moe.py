@@ -3,7 +3,7 @@
 
 A call is a fixed chain of launches whose sizes depend on shapes only: nothing is read back to the host, so the chain
 can be captured in a CUDA graph, and adapters can be loaded into slots between replays. To torch.compile it is one
-opaque operator, ``isomoe::fused_moe``.
+opaque operator, ``isomoe::fused_moe``. On compute capability 9.0 the chain is Hopper's own where `route` allows.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from ..common.activations import supports as activation_exists
 from ..common.checks import check_choice
 from ..common.recipes import Group, Recipe, default_recipe
 from . import _runtime
-from .align import align
+from .align import align, slots_of_tokens
 from .combine import combine
 from .grouped_gemm import LoRAExpand, choose_block_m, grouped_gemm
 from .lora_shrink import lora_shrink
 from .prepare import AdapterSlots, PreparedWeights
 from .quantize import quantize_rows, scale_rows_f16
+from .route import CallShape, why_not_hopper
 
 _INT_DTYPES = (torch.int32, torch.int64)
 
@@ -250,6 +251,36 @@ def _operand(
     return quantize_rows(rows, group, static_scale=static, pair_bin=pair_bin)
 
 
+def _hopper(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_scale: torch.Tensor | None,
+    w2_scale: torch.Tensor | None,
+    shape: CallShape,
+    expert_map: torch.Tensor | None,
+    lora: tuple[torch.Tensor, ...] | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The layer by Hopper's own kernels; `why_not_hopper` has agreed."""
+    from .hopper.fused import HopperAdapters, HopperWeights, hopper_fused_moe
+    from .hopper.regime import INVARIANT
+
+    assert w13_scale is not None and w2_scale is not None
+    weights = HopperWeights(
+        "block" if shape.is_block else "channel", w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn),
+        w13_scale, w2_scale, shape.activation,
+    )  # fmt: skip
+    return hopper_fused_moe(
+        x, topk_weights, topk_ids, weights,
+        adapters=None if lora is None else HopperAdapters(*lora[1:]), adapter_slots=None if lora is None else lora[0],
+        expert_map=expert_map, recipe=shape.recipe.name, out=out,
+        regime=INVARIANT if _runtime.batch_invariant() else None,
+    )  # fmt: skip
+
+
 def _fused_moe(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -285,6 +316,17 @@ def _fused_moe(
     out = torch.empty((tokens, hidden), dtype=torch.float32 if f32_out else torch.bfloat16, device=x.device)
     if tokens == 0 or top_k == 0:
         return out.zero_()
+    declared = Recipe(recipe, _decode_group(x_group), _decode_group(h_group), wire, lora_input)
+    shape = CallShape(
+        declared, activation, w13_scale is not None and w13_scale.dim() == 3, halves == 2, w13_bias is not None, hidden,
+        inter, 0 if b13 is None else b13.shape[4], x_scale is not None, f32_out,
+    )  # fmt: skip
+    if not _runtime.is_recording() and why_not_hopper(shape, _runtime.target_of(x.device)) is None:
+        lora = None
+        if adapter_ids is not None and slot_ids is not None:
+            assert a13 is not None and b13 is not None and a2 is not None and b2 is not None
+            lora = (slots_of_tokens(adapter_ids, slot_ids), a13, b13, a2.squeeze(2), b2.squeeze(2))
+        return _hopper(x, topk_weights, topk_ids, w13, w2, w13_scale, w2_scale, shape, expert_map, lora, out)
     pairs = tokens * top_k
     alignment = align(
         topk_ids,

@@ -13,6 +13,7 @@ import torch
 from ..common.config import FusedMoEConfig
 from ..common.numerics import E4M3
 from ..common.weights import LoRAAdapter, MoEWeights
+from .route import pad_rank
 
 
 def to_torch(a: np.ndarray, device: torch.device | str) -> torch.Tensor:
@@ -102,8 +103,8 @@ def prepare_weights(weights: MoEWeights, device: torch.device | str) -> Prepared
 class AdapterSlots:
     """Fixed adapter slots of one layer on a device; addresses never change, so captured graphs stay valid.
 
-    Kernels match a token's global adapter id against `slot_ids` on the device; entries of a free slot, and beyond an
-    adapter's rank, are never read.
+    Kernels match a token's global adapter id against `slot_ids` on the device; a free slot is never read. Entries
+    beyond an adapter's rank are zero (the Hopper kernels multiply them) and never read by the portable kernels.
 
     Attributes:
       slot_ids: [slots] int32 global adapter id, -1 = free.
@@ -147,6 +148,7 @@ class AdapterSlots:
             ("b2", self.b2, adapter.b2[:, None], 3),
         ):
             target = pool[slot].narrow(rank_axis, 0, r)
+            pool[slot].narrow(rank_axis, r, self.max_rank - r).zero_()
             source = to_torch(value.astype(ml_dtypes.bfloat16), pool.device)
             if source.shape[0] not in (1, target.shape[0]) or source.shape[1:] != target.shape[1:]:
                 raise ValueError(
@@ -172,7 +174,11 @@ def empty_slots(
     shared_a13: bool = False,
     shared_b2: bool = False,
 ) -> AdapterSlots:
-    """Free slots for a layer; `num_experts` where only a rank's share of the experts is held."""
+    """Free slots for a layer; `num_experts` where only a rank's share of the experts is held.
+
+    R is `max_lora_rank` rounded up to what every kernel takes: 16, 32, 64, 128, or a multiple of 64.
+    """
+    max_lora_rank = pad_rank(max_lora_rank)
     experts = config.num_experts if num_experts is None else num_experts
     halves, hidden, inter = 2 if config.is_act_and_mul else 1, config.hidden_dim, config.intermediate_size
 

@@ -20,9 +20,11 @@ from isomoe.common.placement import ExpertPlacement  # noqa: E402
 from isomoe.common.recipes import Recipe, default_recipe  # noqa: E402
 from isomoe.common.weights import LoRAAdapter, quantize_moe_weights  # noqa: E402
 from isomoe.cuda_impl import AdapterSlots, fused_moe, prepare_adapters, prepare_weights  # noqa: E402
-from isomoe.cuda_impl._runtime import INTERPRETED  # noqa: E402
+from isomoe.cuda_impl._runtime import INTERPRETED, Target  # noqa: E402
+from isomoe.cuda_impl.align import slots_of_tokens  # noqa: E402
 from isomoe.cuda_impl.prepare import to_torch  # noqa: E402
 from isomoe.cuda_impl.quantize import quantize_rows  # noqa: E402
+from isomoe.cuda_impl.route import CallShape, pad_rank, why_not_hopper  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 T, K, E, H, I = 11, 2, 4, 256, 192
@@ -150,6 +152,8 @@ def test_poison_in_slots_never_leaks(scheme: str) -> None:
         pool.fill_(float("nan"))
     for slot, adapter in zip((4, 0, 2), ADAPTERS, strict=True):
         dirty.load(slot, adapter)
+        for pool, axis in ((dirty.a13, 2), (dirty.b13, 3), (dirty.a2, 2), (dirty.b2, 3)):
+            pool[slot].narrow(axis, adapter.rank, dirty.max_rank - adapter.rank).fill_(float("nan"))
     assert torch.equal(_call(weights, adapters=dirty), _call(weights, adapters=clean))
 
 
@@ -324,8 +328,8 @@ def test_adapter_tensors_are_checked(label: str) -> None:
 
 def test_adapters_that_do_not_fit_are_refused() -> None:
     slots = prepare_adapters((), CONFIG, device=DEVICE, max_loras=1, max_lora_rank=8)
-    with pytest.raises(ValueError, match="rank 16"):
-        slots.load(0, ADAPTERS[0])
+    with pytest.raises(ValueError, match="rank 40, want at most 16"):
+        slots.load(0, ADAPTERS[2])
     with pytest.raises(ValueError, match="slot: got 1"):
         slots.load(1, ADAPTERS[1])
     with pytest.raises(ValueError, match="a13 has shape"):
@@ -347,8 +351,35 @@ def test_operator_contract() -> None:
     assert fake.shape == x.shape and fake.dtype == torch.bfloat16
 
 
+def test_slots_of_tokens() -> None:
+    ids = np.random.default_rng(0).choice([-1, 3, 7, 99, 5], 300).astype(np.int32)
+    slots = np.array([7, -1, 3, 5], np.int32)
+    want = [-1 if i < 0 or i not in slots else slots.tolist().index(i) for i in ids]
+    assert slots_of_tokens(to_torch(ids, DEVICE), to_torch(slots, DEVICE)).tolist() == want
+
+
+def test_the_route_to_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serving calls go there; every condition that keeps a call out gives its reason."""
+    block = CallShape(default_recipe("w8a8", "block").with_wire("bf16"), "silu", True, True, False, 2048, 768)
+    channel = replace(block, recipe=default_recipe("w8a8", "channel").with_wire("bf16"), is_block=False, lora_rank=32)
+    hopper = Target((9, 0))
+    for good in (block, channel, replace(channel, recipe=Recipe("w8a16", wire="bf16"))):
+        assert why_not_hopper(good, hopper) is None
+    for capability in (None, (8, 0), (8, 9), (10, 0), (12, 0)):
+        assert why_not_hopper(block, Target(capability))
+    for changes in (
+        {"recipe": Recipe("bf16")}, {"recipe": default_recipe("w8a8", "block")}, {"recipe": channel.recipe},
+        {"recipe": replace(block.recipe, lora_input="fp8")}, {"activation": "gelu"}, {"is_gated": False},
+        {"has_bias": True}, {"hidden_dim": 2056}, {"intermediate_size": 100}, {"lora_rank": 192},
+        {"quantised_rows": True}, {"f32_out": True},
+    ):  # fmt: skip
+        assert why_not_hopper(replace(block, **changes), hopper), changes
+    monkeypatch.setenv("ISOMOE_HOPPER", "0")
+    assert why_not_hopper(block, hopper) == "ISOMOE_HOPPER=0"
+    assert [pad_rank(r) for r in (1, 16, 17, 64, 100, 200, 512)] == [16, 16, 32, 64, 128, 256, 512]
+
+
 def test_batch_invariance_pins_one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from isomoe.cuda_impl._runtime import Target
     from isomoe.cuda_impl.grouped_gemm import choose_block_m
 
     hopper = Target((9, 0))

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from . import conform_cli
 from .checks import check_choice, check_int
 
 app = typer.Typer(
@@ -237,6 +238,9 @@ def collect_env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON
 
     report = collect()
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else format_report(report))
+
+
+conform_cli.mount(app)
 
 
 def main() -> None:

@@ -52,17 +52,6 @@ def _dot_nt(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _device(axis: str | tuple[str, ...], place: jax.Array | int) -> dict[str, Any]:
-    """Mesh coordinates of the device at a place along the expert axis (or axes, the first the slowest)."""
-    if isinstance(axis, str):
-        return {axis: place}
-    where: dict[str, Any] = {}
-    for name in reversed(axis):
-        size = lax.axis_size(name)
-        place, where[name] = lax.div(place, size), lax.rem(place, size)
-    return where
-
-
 def _column_chunks(width: int) -> list[tuple[int, int]]:
     return [(n, min(N_CHUNK, width - n)) for n in range(0, width, N_CHUNK)]
 
@@ -429,7 +418,7 @@ class _Kernel:
                     for source, target in pairs:
                         pltpu.make_async_remote_copy(
                             source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
-                            device_id=_device(self.spec.axis, owner), device_id_type=pl.DeviceIdType.MESH,
+                            device_id={self.spec.axis: owner}, device_id_type=pl.DeviceIdType.MESH,
                         ).start()
 
             kept = jnp.where(here, length, 0)
@@ -468,7 +457,7 @@ class _Kernel:
         sem = pltpu.get_barrier_semaphore()
 
         def signal(d: jax.Array, _: None) -> None:
-            pl.semaphore_signal(sem, 1, device_id=_device(self.spec.axis, d), device_id_type=pl.DeviceIdType.MESH)
+            pl.semaphore_signal(sem, 1, device_id={self.spec.axis: d}, device_id_type=pl.DeviceIdType.MESH)
 
         lax.fori_loop(0, self.spec.ep, signal, None)
         pl.semaphore_wait(sem, self.spec.ep)

@@ -122,8 +122,9 @@ def with_plain_attention(checkpoint: Path, target: Path) -> Path:
     tpu-inference replicates KV heads up to the tensor-parallel size and cannot do so with a [128, 128] scale that two
     heads of 64 columns share.
     """
-    from isomoe.tests.oracle import dequantized_state
     from safetensors.torch import load_file, save_file
+
+    from isomoe.tests.oracle import dequantized_state
 
     target.mkdir(parents=True)
     plain = {

@@ -55,11 +55,10 @@ def build(
     vllm_config: Any, mesh: Any, *, hidden: int = HIDDEN, inter: int = INTER, experts: int = EXPERTS, **options: Any
 ) -> Built:
     """vLLM's own factory with tpu-inference's quantisation config for the mesh."""
+    import torch
     from tpu_inference.layers.vllm.quantization import get_tpu_quantization_config
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import FusedMoE
-
-    import torch
 
     vllm_config.quant_config = get_tpu_quantization_config(vllm_config, mesh)
     vllm_config.quant_config.packed_modules_mapping = {}
@@ -270,7 +269,8 @@ def test_checkpoint_bits_reach_the_kernel(
     assert np.array_equal(back13.view(np.uint8), weights.w13.view(np.uint8))
     assert np.array_equal(back2.view(np.uint8), weights.w2.view(np.uint8))
     name = "weight_scale_inv" if scheme == "block" else "weight_scale"
-    scales = {np.float32(v) for n in ("w13", "w2") for v in np.asarray(jax_view(getattr(built.layer, f"{n}_{name}"))).ravel()}
+    held = [np.asarray(jax_view(getattr(built.layer, f"{n}_{name}"))) for n in ("w13", "w2")]
+    scales = {np.float32(v) for array in held for v in array.ravel()}
     assert scales == {np.float32(v) for s in (weights.w13_scale, weights.w2_scale) for v in s.ravel()}
 
 
@@ -486,3 +486,17 @@ def test_the_model_step_is_traced_once(vllm_config: Callable[..., Any], mesh: Ca
             x, logits = batch(seed)
             step(jnp.asarray(x), jnp.asarray(logits))
     assert len(traces) == 1
+
+
+def test_the_poison_is_real(
+    vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tpu-inference's own compressed-tensors method cannot be constructed in an environment ours can."""
+    from tpu_inference.layers.vllm.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as tpu_ct,
+    )
+
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    method = build(vllm_config("channel"), mesh(8)).method
+    with pytest.raises(ValueError, match="DEEPGEMM"):
+        tpu_ct.VllmCompressedTensorsW8A8Fp8MoEMethod(method.weight_quant, method.input_quant, method.moe, mesh(8))

@@ -65,6 +65,11 @@ def mesh_generation(mesh: Mesh) -> tuple[str, bool]:
     return name, False
 
 
+def _start(index: tuple[slice, ...] | None) -> int:
+    """The first row a device holds of an array split along its first dimension."""
+    return (index[0].start or 0) if index else 0
+
+
 @dataclass(frozen=True, eq=False)
 class EPLayer:
     """The static part of a layer.
@@ -180,7 +185,8 @@ class EPLayer:
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
         experts = per_device * build.ep
         places = sharding.addressable_devices_indices_map((experts,))
-        for device, first in sorted(((d, i[0].start or 0) for d, i in places.items()), key=lambda pair: pair[1]):
+        for device, index in sorted(places.items(), key=lambda place: _start(place[1])):
+            first = _start(index)
             if first not in laid:
                 laid = {first: shard(first)}
             for name, array in laid[first].items():

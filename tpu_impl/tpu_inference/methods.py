@@ -239,7 +239,8 @@ class EPCompressedTensorsW8A8Fp8MoEMethod(
 
 
 class _TpuModelOptFp8MoEMethod(SafeModelOptFp8MoEMethod):
-    """What tpu-inference would run for ModelOpt FP8 if it had a method: its FP8 one, whose per-tensor form is the same."""
+    """tpu-inference's own path for ModelOpt FP8, which it lacks: that of its FP8 method, whose per-tensor form is the
+    same."""
 
     block_quant = False
     weight_block_size = None

@@ -78,7 +78,7 @@ def select_on_tpu(
             platform=_platform(), moe_backend=str(config.moe_backend),
         )
         if backend is not Fp8MoeBackend.NONE:
-            logger.warning_once(f"isomoe: FP8 MoE backend {backend.name} does not apply under tpu-inference; using NONE")
+            logger.warning_once(f"isomoe: FP8 MoE backend {backend.name} does not apply under tpu-inference")
     except Exception as error:  # a layer the selector cannot describe must still construct
         logger.warning_once(f"isomoe: FP8 MoE layer is not one of this package's ({error}); backend NONE")
     return VllmFp8MoeBackend.NONE, None
@@ -92,7 +92,8 @@ def _platform() -> Platform:
 
 def construct(vllm_class: type, method: Any, *args: Any, **kwargs: Any) -> None:
     """Run `vllm_class.__init__` on `method` with `select_on_tpu` as its selector."""
-    with_names(vllm_class.__init__, select_fp8_moe_backend=select_on_tpu)(method, *args, **kwargs)
+    constructor = vars(vllm_class)["__init__"]
+    with_names(constructor, select_fp8_moe_backend=select_on_tpu)(method, *args, **kwargs)
 
 
 class SafeFp8MoEMethod(Fp8MoEMethod):

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's real FP8 MoE methods, constructed on simulated platforms with this package's selector in them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import CONFIGS, fp8_config, lora_config
+from vllm.platforms.interface import PlatformEnum
+
+from isomoe.cuda_impl import vllm_plugin
+from isomoe.cuda_impl.vllm import selection
+
+POISONS = [
+    {},
+    {"VLLM_USE_DEEP_GEMM": "1"},
+    {"VLLM_MOE_USE_DEEP_GEMM": "1"},
+    {"VLLM_USE_DEEP_GEMM": "0"},
+    {"VLLM_ROCM_USE_AITER": "1"},
+    {"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_USE_AITER_MOE": "1"},
+    {"VLLM_ROCM_USE_AITER_MOE": "0"},
+    {"VLLM_TEST_FORCE_FP8_MARLIN": "1"},
+    {"VLLM_USE_FLASHINFER_MOE_FP8": "1", "VLLM_FLASHINFER_MOE_BACKEND": "latency"},
+    {"ISOMOE_MOE_BACKEND": "triton"},
+    {"ISOMOE_MOE_BACKEND": "no-such-backend"},
+]
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(level, text) of what the selection logs; each text once a test, as vLLM's ``*_once``."""
+    seen: list[tuple[str, str]] = []
+
+    def log(level: str) -> Callable[..., None]:
+        return lambda message, *args: seen.append((level, message % args))
+
+    for level in ("info", "warning"):
+        monkeypatch.setattr(selection.logger, f"{level}_once", log(level))
+    return seen
+
+
+def method_of(runner: Any) -> Any:
+    return runner.routed_experts.quant_method
+
+
+@pytest.mark.parametrize("scheme", CONFIGS)
+@pytest.mark.parametrize("poison", POISONS, ids=lambda p: "+".join(f"{k}={v}" for k, v in p.items()) or "none")
+@pytest.mark.parametrize("kind", [PlatformEnum.TPU, PlatformEnum.OOT], ids=lambda k: k.name)
+def test_none_on_a_platform_without_kernels(
+    build: Any, installed: None, cuda: Any, monkeypatch: pytest.MonkeyPatch, scheme: str, poison: dict, kind: Any
+) -> None:
+    cuda.become(kind)
+    for name, value in poison.items():
+        monkeypatch.setenv(name, value)
+    method = method_of(build(CONFIGS[scheme]()))
+    assert method.fp8_backend.name == "NONE"
+    assert method.experts_cls is None
+
+
+def test_vllms_own_selector_raises_under_such_a_variable(
+    build: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the guard is for: without it the same construction fails."""
+    cuda.become(PlatformEnum.TPU)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    with pytest.raises(ValueError):
+        build(fp8_config())
+
+
+@pytest.mark.parametrize("scheme", CONFIGS)
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("capability, experts", [((9, 0), "IsomoeExperts"), ((8, 0), "IsomoeW8A16Experts")])
+def test_cuda_layers_get_these_experts(
+    build: Any, installed: None, cuda: Any, lines: Any, scheme: str, lora: bool, capability: tuple, experts: str
+) -> None:
+    cuda.become(PlatformEnum.CUDA, capability)
+    method = method_of(build(CONFIGS[scheme](), lora=lora_config() if lora else None))
+    assert method.experts_cls.__name__ == experts
+    assert method.fp8_backend.name == "TRITON"  # to vLLM: weights as loaded
+    assert method.is_monolithic is False
+    assert [level for level, _ in lines] == ["info"]
+
+
+FALLBACKS = {
+    "activation": (dict(activation="swigluoai"), "activation swigluoai"),
+    "half": (dict(dtype="float16"), "float16"),
+    "backend": (dict(moe_backend="triton"), "moe_backend='triton' was asked for"),
+    "lora_dtype": (dict(lora=dict(lora_dtype="float16")), "lora_dtype float16"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_a_layer_that_is_not_served_stays_vllms_with_one_line(
+    build: Any, world: Any, installed: None, lines: Any, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    import torch
+
+    change, expected = FALLBACKS[case]
+    options: dict[str, Any] = {}
+    if "activation" in change:
+        options["activation"] = change["activation"]
+    if "moe_backend" in change:
+        monkeypatch.setattr(world.kernel_config, "moe_backend", change["moe_backend"])
+    if "dtype" in change:
+        monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float16)
+        previous = torch.bfloat16
+        del previous
+    if "lora" in change:
+        options["lora"] = lora_config(lora_dtype=torch.float16)
+    if "dtype" in change:
+        options["params_dtype"] = torch.float16
+    method = method_of(build(fp8_config(), **options))
+    assert method.experts_cls.__module__.startswith("vllm.")
+    warnings = [text for level, text in lines if level == "warning"]
+    assert len(warnings) == 1 and expected in warnings[0], lines
+
+
+def test_install_and_register_are_idempotent(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(selection.METHOD_MODULES["fp8"])
+    original = module.select_fp8_moe_backend
+    monkeypatch.setattr(vllm_plugin, "_registered", None)
+    monkeypatch.setenv("ISOMOE_VLLM", "1")
+    vllm_plugin.register()
+    first = module.select_fp8_moe_backend
+    assert vllm_plugin.is_registered() and first is not original
+    monkeypatch.setattr(vllm_plugin, "_registered", None)
+    vllm_plugin.register()
+    assert module.select_fp8_moe_backend is first
+    selection.uninstall()
+    assert module.select_fp8_moe_backend is original
+
+
+@pytest.mark.parametrize(
+    "kind, environment, registered",
+    [
+        (PlatformEnum.CUDA, {"ISOMOE_VLLM": "1"}, True),
+        (PlatformEnum.CUDA, {"ISOMOE_VLLM": "0"}, False),
+        (PlatformEnum.CUDA, {"ISOMOE_VLLM": "1", "ISOMOE_DISABLE": "1"}, False),
+        (PlatformEnum.TPU, {}, True),
+        (PlatformEnum.TPU, {"ISOMOE_DISABLE": "1"}, False),
+        (PlatformEnum.OOT, {}, True),
+        (PlatformEnum.CPU, {"ISOMOE_VLLM": "1"}, False),
+        (PlatformEnum.XPU, {"ISOMOE_VLLM": "1"}, False),
+        (PlatformEnum.ROCM, {"ISOMOE_VLLM": "1"}, False),
+    ],
+    ids=lambda v: getattr(v, "name", None) or str(v),
+)
+def test_where_the_plugin_acts(
+    world: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, environment: dict, registered: bool
+) -> None:
+    for name in ("ISOMOE_VLLM", "ISOMOE_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    module = importlib.import_module(selection.METHOD_MODULES["fp8"])
+    original = module.select_fp8_moe_backend
+    monkeypatch.setattr(vllm_plugin, "_registered", None)
+    cuda.become(kind)
+    try:
+        vllm_plugin.register()
+        assert vllm_plugin.is_registered() is registered
+        assert (module.select_fp8_moe_backend is not original) is registered
+    finally:
+        selection.uninstall()
+
+
+def test_a_failure_to_register_is_one_warning(
+    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise AttributeError("renamed upstream")
+
+    monkeypatch.setattr(selection, "install", fail)
+    monkeypatch.setattr(vllm_plugin, "_registered", None)
+    monkeypatch.setenv("ISOMOE_VLLM", "1")
+    with caplog.at_level(logging.WARNING):
+        vllm_plugin.register()
+    assert not vllm_plugin.is_registered()
+    assert ["renamed upstream" in record.message for record in caplog.records] == [True]
+
+
+class _Layer:
+    """The fields of vLLM's `FusedMoEConfig` that the LoRA checks read."""
+
+    def __init__(self, **parallel: Any) -> None:
+        from types import SimpleNamespace
+
+        self.is_lora_enabled = True
+        self.num_experts = parallel.pop("num_experts", 8)
+        self.moe_parallel_config = SimpleNamespace(
+            **{"dp_size": 1, "ep_size": 1, "use_ep": False, "enable_eplb": False, **parallel}
+        )
+
+
+@pytest.mark.parametrize(
+    "parallel, deployment, reason",
+    [
+        ({}, {}, None),
+        ({"use_ep": True, "ep_size": 4}, {}, None),
+        ({"dp_size": 2, "use_ep": True, "ep_size": 2}, {}, "data_parallel_size=2"),
+        ({"use_ep": True, "ep_size": 3}, {}, "num_experts=8 over ep_size=3"),
+        ({"use_ep": True, "ep_size": 4, "enable_eplb": True}, {}, "enable_eplb"),
+        ({"use_ep": True, "ep_size": 4}, {"round_robin": True}, "round_robin"),
+        ({}, {"round_robin": True}, None),
+    ],
+)
+def test_adapters_that_vllm_would_misplace_are_refused(parallel: dict, deployment: dict, reason: str | None) -> None:
+    found = selection.lora_refusal(_Layer(**parallel), selection.Deployment(**deployment))
+    assert found is None if reason is None else reason in found

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .device_math import EPS, INV_FP8_MAX, advance, glu
+from .device_math import EPS, INV_FP8_MAX, advance, glu, reciprocal
 from .plan import RowPlan
 
 TILE_FIELDS = gl.constexpr(8)
@@ -312,7 +312,7 @@ def _consumer(
                     lora_layout, shrunk_layout, GATED, RANK, CHUNK, TOKENS, STAGES,
                 )  # fmt: skip
                 if A16:
-                    back = gl.fdiv(1.0, sx)
+                    back = reciprocal(sx)
                     lo = lo * back[None, :]
                     hi = hi * back[None, :]
             lo, hi, slot, phase = _main_loop(
@@ -333,7 +333,7 @@ def _consumer(
                 lo = lo * sx[None, :]
                 hi = hi * sx[None, :]
             if GATED:
-                value = glu(lo, hi, ACTIVATION).to(gl.bfloat16)
+                value = glu(lo, hi, ACTIVATION, False).to(gl.bfloat16)
             else:
                 value = lo.to(gl.bfloat16)
             out_row = n0 + gl.arange(0, 128, gl.SliceLayout(1, OUT))

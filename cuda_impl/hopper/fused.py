@@ -106,9 +106,6 @@ def prepare_weights(
     for name, scale, shape in (("w13_scale", w13_scale, want[0]), ("w2_scale", w2_scale, want[1])):
         if tuple(scale.shape) != shape:
             raise ValueError(f"{name}: got {list(scale.shape)}, want {list(shape)} for scheme {scheme!r}")
-    if scheme != "block":
-        # The kernels divide by a row's scale where adapters are added; codes times 2^-60 vanish as codes times 0 do.
-        w13_scale, w2_scale = (torch.where(s == 0, 2.0**-60, s) for s in (w13_scale, w2_scale))
     return HopperWeights(
         "block" if scheme == "block" else "channel",
         w13,

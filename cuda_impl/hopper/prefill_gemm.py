@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .device_math import EPS, INV_FP8_MAX, advance, glu
+from .device_math import EPS, INV_FP8_MAX, advance, glu, reciprocal
 from .plan import RowPlan
 
 TILE_FIELDS = gl.constexpr(8)
@@ -292,6 +292,39 @@ def _main_loop(
 
 
 @gluon.jit
+def _channel_scales(
+    a_scale_ptr,
+    b_scale_ptr,
+    row0,
+    expert,
+    n0,
+    ACC: gl.constexpr,
+    GATED: gl.constexpr,
+    NONZERO: gl.constexpr,
+    N: gl.constexpr,
+):
+    """Scales of the tile's rows and of its two boxes of weight rows; 1 past the end.
+
+    NONZERO makes 2^-60 of a zero scale, by which a weight's codes vanish as well and by which one can divide.
+    """
+    WIDTH: gl.constexpr = 128 if GATED else 256
+    cols = n0 + gl.arange(0, 128, gl.SliceLayout(0, ACC))
+    sa = gl.load(a_scale_ptr + row0 + gl.arange(0, 64, gl.SliceLayout(1, ACC)))
+    lo_ptrs = b_scale_ptr + expert * (2 if GATED else 1) * N + cols
+    hi_ptrs = lo_ptrs + (N if GATED else 128)
+    if N % WIDTH == 0:
+        lo = gl.load(lo_ptrs)
+        hi = gl.load(hi_ptrs)
+    else:
+        lo = gl.load(lo_ptrs, mask=cols < N, other=1.0)
+        hi = gl.load(hi_ptrs, mask=cols < N if GATED else cols + 128 < N, other=1.0)
+    if NONZERO:
+        lo = gl.where(lo == 0.0, 2.0**-60, lo)
+        hi = gl.where(hi == 0.0, 2.0**-60, hi)
+    return sa, lo, hi
+
+
+@gluon.jit
 def _store_half(value, out_desc, stage, row, col):
     tma.store_wait(0)
     stage.store(value.to(gl.bfloat16))
@@ -336,7 +369,6 @@ def _consumer(
     stage = stages.index(WG)
     slot = 0
     phase = 0
-    tmp = gl.zeros([64, 128], gl.float32, HALF)
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         tile = tiles_ptr + (t // N_TILES) * TILE_FIELDS
         n0 = (t % N_TILES) * WIDTH
@@ -349,23 +381,14 @@ def _consumer(
             seg0 = gl.load(tile + 3)
             nseg = gl.load(tile + 4)
         if valid > WG * 64:
-            rows = row0 + gl.arange(0, 64, gl.SliceLayout(1, HALF))
-            cols = n0 + gl.arange(0, 128, gl.SliceLayout(0, HALF))
             nb = n0 // 128
             if GATED:
                 nb_hi = nb + HALF_BLOCKS
-                lo_inside = cols < N
-                hi_inside = lo_inside
-                lo_ptrs = b_scale_ptr + expert * 2 * N + cols
-                hi_ptrs = lo_ptrs + N
             else:
                 nb_hi = gl.minimum(nb + 1, HALF_BLOCKS - 1)
-                lo_inside = cols < N
-                hi_inside = cols + 128 < N
-                lo_ptrs = b_scale_ptr + expert * N + cols
-                hi_ptrs = lo_ptrs + 128
             lo = gl.zeros([64, 128], gl.float32, HALF)
             hi = gl.zeros([64, 128], gl.float32, HALF)
+            tmp = gl.zeros([64, 128], gl.float32, HALF)
             if RANK > 0:
                 lo, hi, tmp, slot, phase = _add_lora(
                     lo, hi, tmp, lora_layout, shrunk_ptr, row_slot_ptr, seg_slot_ptr, seg0, nseg, row0,
@@ -373,19 +396,20 @@ def _consumer(
                 )  # fmt: skip
                 if not BLOCK:
                     # The scales come after the loop, so they are taken out here first.
-                    sa = gl.load(a_scale_ptr + rows)
-                    lo = gl.fdiv(lo, sa[:, None] * gl.load(lo_ptrs, mask=lo_inside, other=1.0)[None, :])
-                    hi = gl.fdiv(hi, sa[:, None] * gl.load(hi_ptrs, mask=hi_inside, other=1.0)[None, :])
+                    sa, s_lo, s_hi = _channel_scales(a_scale_ptr, b_scale_ptr, row0, expert, n0, HALF, GATED, RANK > 0, N)
+                    sa = reciprocal(sa)[:, None]
+                    lo = lo * sa * reciprocal(s_lo)[None, :]
+                    hi = hi * sa * reciprocal(s_hi)[None, :]
             lo, hi, tmp, slot, phase = _main_loop(
                 lo, hi, tmp, a_scale_ptr, b_scale_ptr, row0, expert, nb, nb_hi, full, empty, a_bufs, b_bufs,
                 slot, phase, WG, HALF_BLOCKS * (2 if GATED else 1), K_STEPS, BLOCK, STAGES,
             )  # fmt: skip
             if not BLOCK:
-                sa = gl.load(a_scale_ptr + rows)
-                lo = lo * (sa[:, None] * gl.load(lo_ptrs, mask=lo_inside, other=0.0)[None, :])
-                hi = hi * (sa[:, None] * gl.load(hi_ptrs, mask=hi_inside, other=0.0)[None, :])
+                sa, s_lo, s_hi = _channel_scales(a_scale_ptr, b_scale_ptr, row0, expert, n0, HALF, GATED, RANK > 0, N)
+                lo = lo * sa[:, None] * s_lo[None, :]
+                hi = hi * sa[:, None] * s_hi[None, :]
             if GATED:
-                h = glu(lo, hi, ACTIVATION)
+                h = glu(lo, hi, ACTIVATION, not BLOCK)
                 if BLOCK and N % 128 != 0:
                     # Columns past N came from other weight rows and must not raise a group's maximum.
                     inside = n0 + gl.arange(0, 128, gl.SliceLayout(0, HALF)) < N

@@ -61,16 +61,16 @@ def _shrink_kernel(
 def tiles(mean: float, ranks: int, d: int) -> dict[str, int]:
     """Tile of a program from the mean rows of a segment, the ranks and the width; `splits` programs share a segment."""
     if mean <= 24:
-        bm, bk, stages = 16, 256 if ranks <= 64 else 128, 3
+        bm, bk, stages = (16, 256, 3) if d > 1024 else (16, 128, 4)
     else:
-        bm, bk, stages = 64, 64, 5
+        bm, bk, stages = (64, 128, 4) if d <= 1024 or ranks > 64 else (64, 64, 5)
     return {
         "bm": bm,
         "br": min(triton.next_power_of_2(ranks), 128),
         "bk": min(bk, triton.next_power_of_2(d)),
         "warps": 4,
         "stages": stages,
-        "splits": max(1, min(16, round(mean / (2 * bm)))),
+        "splits": max(1, min(16, round(mean / bm * (2 if d > 1024 else 1)))),
     }
 
 

@@ -12,7 +12,7 @@ from isomoe.common.config import FusedMoEConfig
 from isomoe.tests.matrix import PRODUCTION
 from isomoe.tpu_impl import blocks as chooser
 from isomoe.tpu_impl.generations import GENERATIONS, generation
-from isomoe.tpu_impl.spec import Blocks, Buffer, LoRASpec, dma_semaphores, scratch, scratch_bytes
+from isomoe.tpu_impl.spec import Blocks, Buffer, LoRASpec, dma_semaphores, scratch, scratch_bytes, vmem_bytes
 
 LAYERS = {
     **{name: FusedMoEConfig(s.num_experts, s.experts_per_token, s.hidden_dim, s.intermediate_size)
@@ -41,7 +41,7 @@ def test_total_and_within_limits(gen: str, name: str) -> None:
     schemes = ("channel", "block", "bf16")
     for tokens, ep, (loras, rank), scheme in itertools.product((1, 512, 8192), (1, 32), ADAPTERS, schemes):
         blocks, spec = _choose(gen, config, tokens, ep, loras, rank, scheme)
-        assert scratch_bytes(spec) <= limits.vmem_limit_bytes
+        assert scratch_bytes(spec) < vmem_bytes(spec) <= limits.vmem_limit_bytes
         assert dma_semaphores(spec) <= limits.dma_semaphores
         assert spec.inter % blocks.bf == 0 and spec.inter >= config.intermediate_size
         assert blocks.rows % blocks.stage == 0 and blocks.rungs[-1] == blocks.rows

@@ -30,7 +30,7 @@ from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan  # noqa: E402
 from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor  # noqa: E402
 from isomoe.tpu_impl.spec import Blocks, LoRASpec  # noqa: E402
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 # bf16 result rows and a bf16 output against float32 rows and the same output.
 TO_RECIPE = 5e-3
@@ -369,6 +369,27 @@ def test_each_visited_expert_is_streamed_once(monkeypatch: pytest.MonkeyPatch) -
     layer.run(topk_ids=jnp.asarray(ids))
     jax.effects_barrier()
     assert sorted(started) == sorted((e, f) for e in (1, 4, 6) for f in (0, 1))
+
+
+@pytest.mark.parametrize("settings", [STRICT, EAGER], ids=["on_wait", "eager"])
+def test_the_detector_sees_a_planted_race(monkeypatch: pytest.MonkeyPatch, settings: InterpretSettings) -> None:
+    """Fetch the next rows before the only row buffer has been read: the other tests would notice."""
+    start, stage = expert_kernel._Kernel.start_gather, expert_kernel._Kernel.stage_rows
+
+    def only_the_first(self: Any, v: Any) -> None:
+        if not hasattr(self, "started"):
+            start(self, v)
+        self.started = True
+
+    def fetch_then_read(self: Any, v: Any) -> None:
+        expert_kernel.pl.when(v + 1 < self.visits)(lambda: start(self, v + 1))
+        stage(self, v)
+
+    monkeypatch.setattr(expert_kernel._Kernel, "start_gather", only_the_first)
+    monkeypatch.setattr(expert_kernel._Kernel, "stage_rows", fetch_then_read)
+    layer = Layer(Case("channel", "w8a16", tokens=9), xbuf=1, settings=settings)
+    layer.run(check_races=False)
+    assert _races_found()
 
 
 def test_plan_lists_only_visited_experts_and_covers_every_row() -> None:

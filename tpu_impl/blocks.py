@@ -4,7 +4,7 @@
 The tile width `bf` depends on the layer and the generation only: weights are laid out for it at load and, with w8a8,
 it is the width of a hidden scale, so results would differ between batch sizes if it followed them. Everything else
 follows the batch: a panel tall enough for an expert's rows (its weights are then read once), then deeper rings.
-The memory model is the list the kernel allocates from (`spec.scratch`).
+The memory model is the list the kernel allocates from (`spec.scratch`), and what the compiler spills.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from ..common.config import FusedMoEConfig
 from .generations import Generation, generation
 from .layout import padded_hidden, padded_rank
-from .spec import LANES, ROW_BLOCK, Blocks, KernelSpec, LoRASpec, dma_semaphores, round_up, scratch_bytes
+from .spec import LANES, ROW_BLOCK, Blocks, KernelSpec, LoRASpec, dma_semaphores, round_up, vmem_bytes
 
 MAX_TILE = 1024
 # Two weight tiles may take this share of VMEM; rows, results and adapters need the rest.
@@ -23,7 +23,7 @@ WEIGHT_SHARE = 0.35
 # Wide tiles pop and add the float32 result less often; about 70 columns' worth of time a tile.
 TILE_OVERHEAD = 70
 PANELS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-RUNGS = (32, 64, 128, 256, 384, 512, 640, 768)
+RUNGS = (32, 64, 128, 256, 512, 768)
 # Masked lanes one dot may spend on adapters before visits are split instead.
 MAX_LANES = 1024
 # Scalar memory the compiler keeps for itself.
@@ -59,8 +59,10 @@ def tile_width(gen: Generation, config: FusedMoEConfig, scheme: str) -> int:
     return best[1]
 
 
-def _rungs(rows: int) -> tuple[int, ...]:
-    return (*(r for r in RUNGS if r < rows), rows)
+def _rungs(rows: int, mean: float) -> tuple[int, ...]:
+    """Tile heights: doubling, and two that just hold a usual expert and a somewhat fuller one."""
+    usual = {round_up(max(1, math.ceil(mean + k * math.sqrt(mean))), 64) for k in (0, 2)}
+    return (*sorted(r for r in {*RUNGS, *usual} if r < rows), rows)
 
 
 def _stage(rows: int, hidden: int) -> int:
@@ -181,6 +183,7 @@ def choose_blocks(
     if (max_loras > 0) != (max_lora_rank > 0):
         raise ValueError(f"max_lora_rank: got {max_lora_rank} with max_loras={max_loras}, want both or neither")
     width = bf or tile_width(gen, config, scheme)
+    mean = num_tokens * config.experts_per_token / config.num_experts
     hidden, target = padded_hidden(config.hidden_dim), panel_target(num_tokens, config)
     rank = padded_rank(max_lora_rank) if max_loras else 0
     lora = LoRASpec(max_loras, rank) if max_loras else None
@@ -190,12 +193,12 @@ def choose_blocks(
     for pairs in _pair_choices(max_loras, rank) if lora else [0]:
         for rows in panels:
             for nbuf, xbuf in ((3, 2), (2, 2), (3, 1), (2, 1)):
-                blocks = Blocks(width, rows, _rungs(rows), nbuf, xbuf, _stage(rows, hidden), pairs)
+                blocks = Blocks(width, rows, _rungs(rows, mean), nbuf, xbuf, _stage(rows, hidden), pairs)
                 spec = make_spec(
                     config, num_tokens, blocks, ep=ep, scheme=scheme, recipe=recipe, lora=lora, transport=transport,
                     dispatch=dispatch,
                 )
-                if scratch_bytes(spec) > gen.vmem_limit_bytes or dma_semaphores(spec) > gen.dma_semaphores:
+                if vmem_bytes(spec) > gen.vmem_limit_bytes or dma_semaphores(spec) > gen.dma_semaphores:
                     continue
                 # Visits an expert takes decide how often its weights are read; deeper rings only smooth the stream.
                 score = (spec.groups * -(-target // rows), rows, -(2 * nbuf + xbuf))
@@ -213,7 +216,7 @@ def _nothing_fits(
     def least(width: int, lane_rank: int) -> int:
         lora = LoRASpec(max_loras, lane_rank) if lane_rank else None
         blocks = Blocks(width, ROW_BLOCK, (ROW_BLOCK,), 2, 1, ROW_BLOCK, 1 if lora else 0)
-        return scratch_bytes(make_spec(config, 1, blocks, ep=1, scheme=scheme, recipe=recipe, lora=lora))
+        return vmem_bytes(make_spec(config, 1, blocks, ep=1, scheme=scheme, recipe=recipe, lora=lora))
 
     limit = gen.vmem_limit_bytes
     text = (

@@ -191,6 +191,20 @@ class PallasEPExecutor:
         return _run(call, cls.blocks(call), devices, None if native else (settings or InterpretSettings()))
 
 
+_MOST_PROGRAMS = 24
+_programs: set[Any] = set()
+
+
+def _forget_old_programs(program: Any) -> None:
+    """Interpreted programs take tens of megabytes each: keep a few, then start over."""
+    from .ep_moe import interpreted_layer
+
+    if program not in _programs and len(_programs) >= _MOST_PROGRAMS:
+        interpreted_layer.clear_cache()
+        _programs.clear()
+    _programs.add(program)
+
+
 def _run(call: MoECall, blocks: Blocks, devices: list[Any], settings: InterpretSettings | None) -> np.ndarray:
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -228,6 +242,8 @@ def _run(call: MoECall, blocks: Blocks, devices: list[Any], settings: InterpretS
         build = replace(build, lora=LoRASpec(num_slots, rank, shared_a13, shared_b2))
         slots = jax.device_put(_slots(call), whole)
     scale = jax.device_put(activation_scales(weights), whole) if static else None
+    if settings:
+        _forget_old_programs((build, call.num_tokens))
     try:
         out = fused_moe_ep(
             jax.device_put(call.x, whole), jax.device_put(call.topk_weights, whole), jax.device_put(ids, whole),

@@ -355,6 +355,15 @@ def scratch_bytes(spec: KernelSpec) -> int:
     return sum(buffer.nbytes for buffer in scratch(spec))
 
 
+def vmem_bytes(spec: KernelSpec) -> int:
+    """VMEM a build needs: its buffers, and what tall tiles spill of their float32 pre-activations.
+
+    The spilled share is libtpu's: next to nothing without adapters, up to 1.35 tiles with them.
+    """
+    tile = 4 * spec.blocks.rows * spec.halves * spec.blocks.bf
+    return scratch_bytes(spec) + (tile * 3 // 2 if spec.lora else tile // 4)
+
+
 def dma_semaphores(spec: KernelSpec) -> int:
     """DMA semaphores of a build."""
     return sum(buffer.shape[0] for buffer in scratch(spec) if buffer.space == "dma")

@@ -66,13 +66,23 @@ def lay_out_weights(weights: MoEWeights, *, bf: int, experts: int | None = None)
     """
     halves = 2 if weights.is_act_and_mul else 1
     hidden, inter = padded_hidden(weights.hidden_dim), round_up(weights.intermediate_size, bf)
-    tiles = inter // bf
     w13 = _pad_halves(_pad(weights.w13, 2, hidden), halves, inter)
     w2 = _pad(_pad(weights.w2, 1, hidden), 2, inter)
     out = {
         "w13": np.swapaxes(_tile_rows(w13, halves, bf), 2, 3),
-        "w2": np.swapaxes(w2, 1, 2).reshape(w2.shape[0], tiles, bf, hidden),
+        "w2": np.swapaxes(w2, 1, 2).reshape(w2.shape[0], inter // bf, bf, hidden),
     }
+    if experts is not None:
+        out = {name: _pad(a, 0, experts) for name, a in out.items()}
+    out = {name: np.ascontiguousarray(a) for name, a in out.items()}
+    return out | lay_out_scales(weights, bf=bf, experts=experts)
+
+
+def lay_out_scales(weights: MoEWeights, *, bf: int, experts: int | None = None) -> dict[str, np.ndarray]:
+    """`lay_out_weights` without the weights themselves: scales and biases, a small part of the bytes."""
+    halves = 2 if weights.is_act_and_mul else 1
+    hidden, inter = padded_hidden(weights.hidden_dim), round_up(weights.intermediate_size, bf)
+    out: dict[str, np.ndarray] = {}
     if weights.scheme == "block":
         out["s13"], out["s2"] = _block_scales(weights, halves, hidden, inter, bf)
     elif weights.scheme != "bf16":

@@ -274,6 +274,23 @@ def test_checkpoint_bits_reach_the_kernel(
     assert scales == {np.float32(v) for s in (weights.w13_scale, weights.w2_scale) for v in s.ravel()}
 
 
+@pytest.mark.parametrize("experts", [16, 11], ids=["even", "uneven"])
+@pytest.mark.parametrize("scheme", ["channel", "block", "tensor"])
+def test_devices_arrange_as_the_host_does(scheme: str, experts: int, mesh: Callable[..., Any]) -> None:
+    """Sizes that need padding, experts that do not divide by the devices: `layout.lay_out_weights`, bit for bit."""
+    from isomoe.tpu_impl.layout import lay_out_weights
+    from isomoe.tpu_impl.tpu_inference.ep_layer import EPLayer
+
+    weights = random_weights(scheme, experts=experts, hidden=320, inter=200)
+    config = isomoe.FusedMoEConfig(experts, TOP_K, 320, 200)
+    layer = EPLayer.of(weights, config, mesh(8), "model", "w8a16")
+    got = layer.operands(weights)
+    want = lay_out_weights(weights, bf=layer.bf, experts=16)
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        assert bitwise_equal(np.asarray(got[name]), array), name
+
+
 def test_experts_are_split_over_the_mesh(vllm_config: Callable[..., Any], mesh: Callable[..., Any]) -> None:
     from torchax.interop import jax_view
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from ...common.config import FusedMoEConfig
 from ...common.platforms import TPU_DEVICE_KINDS
@@ -22,8 +22,8 @@ from ...common.weights import MoEWeights
 from ..blocks import choose_blocks, interpreter_blocks, tile_width
 from ..ep_moe import EPBuild, fused_moe_ep
 from ..generations import GENERATIONS, generation
-from ..layout import activation_scales, lay_out_weights
-from ..spec import LoRASpec
+from ..layout import activation_scales, lay_out_scales, padded_hidden
+from ..spec import LoRASpec, round_up
 from .routing import route_on_device
 
 # Limits an interpreted run takes; no device stands behind it.
@@ -65,9 +65,26 @@ def mesh_generation(mesh: Mesh) -> tuple[str, bool]:
     return name, False
 
 
-def _start(index: tuple[slice, ...] | None) -> int:
-    """The first row a device holds of an array split along its first dimension."""
-    return (index[0].start or 0) if index else 0
+def _arrange_w13(w13: jax.Array, halves: int, bf: int) -> jax.Array:
+    """``[E, halves * I, H]`` to ``[E, nf, H, halves * bf]``, H and I padded with zeros."""
+    experts, rows, hidden = w13.shape
+    split = w13.reshape(experts, halves, rows // halves, hidden)
+    pad = round_up(rows // halves, bf) - rows // halves, padded_hidden(hidden) - hidden
+    split = jnp.pad(split, ((0, 0), (0, 0), (0, pad[0]), (0, pad[1])))
+    split = split.reshape(experts, halves, -1, bf, hidden + pad[1]).transpose(0, 2, 4, 1, 3)
+    return split.reshape(*split.shape[:3], halves * bf)
+
+
+def _arrange_w2(w2: jax.Array, halves: int, bf: int) -> jax.Array:
+    """``[E, H, I]`` to ``[E, nf, bf, H]``, H and I padded with zeros."""
+    del halves
+    experts, hidden, inter = w2.shape
+    pad = padded_hidden(hidden) - hidden, round_up(inter, bf) - inter
+    w2 = jnp.pad(w2, ((0, 0), (0, pad[0]), (0, pad[1]))).swapaxes(1, 2)
+    return w2.reshape(experts, -1, bf, hidden + pad[0])
+
+
+_ARRANGE = {"w13": _arrange_w13, "w2": _arrange_w2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,39 +182,37 @@ class EPLayer:
     def operands(self, weights: MoEWeights) -> dict[str, jax.Array]:
         """Weights on the mesh in the kernel's layout, by operand name (see `layout`).
 
-        Each shard is arranged on its own, so the host holds one shard's copy at a time, and a process lays out only
-        the experts of its own devices.
+        Codes go to the devices as they are, each process sending its own devices' experts, and are arranged there:
+        transposing bytes takes a host minutes a layer of the largest models.
         """
         build = self.build(self.ep)
-        shardings = build.shardings()
-        per_device = build.local_experts
-        laid: dict[int, dict[str, np.ndarray]] = {}
-
-        def shard(first: int) -> dict[str, np.ndarray]:
-            chosen = np.arange(first, min(first + per_device, weights.num_experts))
-            if len(chosen) == 0:  # padding experts only: any expert's layout, zeroed
-                empty = lay_out_weights(weights.take(np.arange(1)), bf=self.bf, experts=per_device)
-                return {name: np.zeros_like(a) for name, a in empty.items()}
-            return lay_out_weights(weights.take(chosen), bf=self.bf, experts=per_device)
-
-        out: dict[str, list[jax.Array]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
-        experts = per_device * build.ep
-        places = sharding.addressable_devices_indices_map((experts,))
-        for device, index in sorted(places.items(), key=lambda place: _start(place[1])):
-            first = _start(index)
-            if first not in laid:
-                laid = {first: shard(first)}
-            for name, array in laid[first].items():
-                shapes[name] = (experts, *array.shape[1:])
-                out.setdefault(name, []).append(jax.device_put(array, device))
-        return {
-            name: jax.make_array_from_single_device_arrays(
-                shapes[name], NamedSharding(self.mesh, shardings[name]), parts
+        experts = self.ep * build.local_experts
+        shardings = {n: NamedSharding(self.mesh, spec) for n, spec in build.shardings().items()}
+        out: dict[str, jax.Array] = {}
+        for name, raw in (("w13", weights.w13), ("w2", weights.w2)):
+            halves = raw.shape[1] // weights.intermediate_size if name == "w13" else 1
+            split = self._split(raw, experts, shardings[name])
+            out[name] = jax.jit(_ARRANGE[name], static_argnums=(1, 2), out_shardings=shardings[name])(
+                split, halves, self.bf
             )
-            for name, parts in out.items()
-        }
+        for name, array in lay_out_scales(weights, bf=self.bf, experts=experts).items():
+            out[name] = self._split(array, experts, shardings[name])
+        return out
+
+    def _split(self, array: np.ndarray, experts: int, sharding: NamedSharding) -> jax.Array:
+        """A host array on the mesh, split along its first dimension, which zeros pad to `experts`."""
+        per_device = experts // self.ep
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            first = index[0].start or 0
+            part = array[first : first + per_device]
+            if len(part) == per_device:
+                return part
+            padded = np.zeros((per_device, *array.shape[1:]), array.dtype)
+            padded[: len(part)] = part
+            return padded
+
+        return jax.make_array_from_callback((experts, *array.shape[1:]), sharding, shard)
 
     def apply(
         self,

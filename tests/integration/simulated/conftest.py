@@ -7,6 +7,7 @@ their own.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -27,8 +28,8 @@ from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 class Simulated(Platform):
     """What vLLM asks a platform while it builds and runs an MoE layer. `become` changes what it says it is."""
 
-    _enum = PlatformEnum.CUDA
-    device_name = "simulated"
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"  # vLLM makes a torch.device of it
     device_type = "cpu"
     dispatch_key = "CPU"
     capability = DeviceCapability(9, 0)
@@ -55,6 +56,15 @@ class Simulated(Platform):
 
 
 platforms._current_platform = Simulated()
+# Modules that call CUDA operators while they are imported do so only where the platform says CUDA.
+for _module in (
+    "model_executor.layers.fused_moe",
+    "model_executor.layers.quantization.fp8",
+    "model_executor.layers.quantization.modelopt",
+    "model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "lora.layers",
+):
+    importlib.import_module(f"vllm.{_module}")
 _prefixes = (f"model.layers.{i}.mlp.experts" for i in itertools.count())
 
 

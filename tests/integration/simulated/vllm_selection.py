@@ -79,7 +79,7 @@ def test_cuda_layers_get_these_experts(
 ) -> None:
     cuda.become(PlatformEnum.CUDA, capability)
     method = method_of(build(CONFIGS[scheme](), lora=lora_config() if lora else None))
-    assert method.experts_cls.__name__ == experts
+    assert method.experts_cls.__name__ == experts, lines
     assert method.fp8_backend.name == "TRITON"  # to vLLM: weights as loaded
     assert method.is_monolithic is False
     assert [level for level, _ in lines] == ["info"]

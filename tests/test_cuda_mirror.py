@@ -258,6 +258,51 @@ def test_a_table_that_could_not_be_cleared_is_put_right_later(serving, monkeypat
     assert sorted(mirror.adapters(0).slot_ids.tolist()) == [-1, -1, 70]
 
 
+def test_after_every_copy_what_is_published_is_whole_and_no_live_id_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Adapters of one value each: a published slot that mixes two values, or a wrong rank, would be half written."""
+
+    def version(adapter_id: int, value: float, rank: int) -> dict[int, LoRAAdapter]:
+        a = _adapter(adapter_id, 0, rank=rank)
+        cells = {k: np.full_like(getattr(a, k), value) for k in ("a13", "b13", "a2", "b2")}
+        return {n: LoRAAdapter(adapter_id, **cells) for n in range(LAYERS)}
+
+    pool = AdapterPool(CONFIG, num_layers=LAYERS)
+    mirror = AdapterMirror(pool, device=DEVICE)
+    _poison(mirror)
+    real, live, looks = adapter_mirror._copy, set(), []
+
+    def look(target: torch.Tensor, source: torch.Tensor) -> None:
+        real(target, source)
+        tables = {by: mirror.adapters(0, by=by).slot_ids.tolist() for by in ("id", "slot")}
+        published = {s for table in tables.values() for s, entry in enumerate(table) if entry >= 0}
+        for slot in published:
+            seen = set()
+            for layer in range(LAYERS):
+                slots = mirror.adapters(layer)
+                rank = int(slots.ranks[slot])
+                for name, axis in (("a13", 2), ("b13", 3), ("a2", 2), ("b2", 3)):
+                    cells = getattr(slots, name)[slot].movedim(axis, 0).float()
+                    seen |= {(rank, v) for v in cells[:rank].unique().tolist()}
+            assert seen in ({(4, 1.0)}, {(9, 2.0)}, {(2, 3.0)}), (slot, seen)
+        assert live <= set(tables["id"])
+        looks.append(len(published))
+
+    monkeypatch.setattr(adapter_mirror, "_copy", look)
+    pool.subscribe(mirror)
+    pool.load(version(5, 1.0, 4))
+    pool.load(version(70, 1.0, 4))
+    live |= {5, 70}
+    pool.replace(version(5, 2.0, 9))
+    with pool.lease([70]):
+        pool.replace(version(70, 3.0, 2))
+    live -= {5}
+    pool.unload(5)
+    pool.load(version(9, 1.0, 4))
+    assert len(looks) > 5 * (2 * 4 + 2) and set(looks) == {0, 1, 2, 3}
+
+
 def test_ranks_are_padded_with_zeros_and_missing_layers_are_zero() -> None:
     pool = AdapterPool(CONFIG, num_layers=LAYERS)
     mirror = AdapterMirror(pool, device=DEVICE, max_lora_rank=2 * R)
@@ -424,7 +469,7 @@ def test_bad_uses(serving) -> None:
         pass
     late = AdapterMirror(pool, device=DEVICE, layers=[1])
     pool.load({1: _adapter(5, 1)})
-    with pytest.raises(AdapterError, match="not in this mirror; pool.subscribe"), late.batch([5]):
+    with pytest.raises(AdapterError, match="not in this mirror; pool"), late.batch([5]):
         pass
     pool.subscribe(late)
     with pytest.raises(AdapterError, match=r"layers: got \[0\], this mirror has \[1\]"):

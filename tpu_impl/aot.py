@@ -254,7 +254,7 @@ def model_us(
         long = [d for d in grid if d > 1]
         corner, cut = max(1, len(long)), max(1, round(chips / max(grid)))
         data = num_tokens * 2 * spec.hidden
-        gather = num_tokens * 4 * LANES * spec.row_words
+        gather = num_tokens * (spec.hidden + 4 if spec.dispatch == "ag_fp8" else 2 * spec.hidden)
         dispatch = gather * (1 - 1 / chips) / corner / gen.link_gbps / 1e3
         push = data * (0.5 if spec.fp8_wire else 1) * k / 4 / cut / gen.link_gbps / 1e3
         if not spec.pushes:

@@ -24,7 +24,7 @@ from .blocks import make_spec, max_tokens
 from .combine import combine
 from .expert_kernel import expert_kernel
 from .generations import generation
-from .numerics import pack_fp8_rows, pack_rows
+from .numerics import join_scales, pack_fp8_rows, pack_rows
 from .plan import build_plan
 from .spec import Blocks, KernelSpec, LoRASpec, round_up
 
@@ -264,18 +264,27 @@ interpreted_layer = jax.jit(
 def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> jax.Array:
     """One device's share, inside `shard_map`."""
     plan = build_plan(spec, build.experts, args["ids"], args.get("slots"), args["rank"][0])
-    packed = pack_fp8_rows(args["x"], spec.row_words) if spec.dispatch == "ag_fp8" else pack_rows(args["x"])
-    if spec.ep > 1:
-        packed = lax.all_gather(packed, spec.axis, axis=0, tiled=True)
     scalars = [plan.table] + ([args["act_scale"]] if spec.static_scales else [])
     results = expert_kernel(
-        spec, scalars, {"x": packed, **args["tensors"]},
+        spec, scalars, {"x": _gather_rows(spec, args["x"]), **args["tensors"]},
         vmem_limit_bytes=generation(build.generation).vmem_limit_bytes,
         interpret=build.interpret,
         bounds_checks=build.bounds_checks,
         collective_id=build.collective_id,
     )
     return combine(spec, results, plan, args["weights"])
+
+
+def _gather_rows(spec: KernelSpec, x: jax.Array) -> jax.Array:
+    """All devices' rows as the kernel reads them, uint32 ``[T, spec.row_words, 128]``."""
+
+    def everyone(a: jax.Array) -> jax.Array:
+        return lax.all_gather(a, spec.axis, axis=0, tiled=True) if spec.ep > 1 else a
+
+    if spec.dispatch == "ag_bf16":
+        return everyone(pack_rows(x))
+    codes, scale = pack_fp8_rows(x)
+    return join_scales(everyone(codes), everyone(scale), spec.row_words)
 
 
 def place(tensors: dict[str, np.ndarray], build: EPBuild) -> dict[str, jax.Array]:

@@ -173,9 +173,10 @@ def read_json(root: Path, name: str) -> dict[str, Any]:
     if size > MAX_JSON_BYTES:
         raise TensorFileError(f"{clean(name)}: got {size} bytes, want at most {MAX_JSON_BYTES}")
     with path.open("rb") as f:
-        raw = f.read(MAX_JSON_BYTES + 1)
-    if len(raw) > MAX_JSON_BYTES:
-        raise TensorFileError(f"{clean(name)}: grew past {MAX_JSON_BYTES} bytes while being read")
+        # One byte more than there was: a read asks for its buffer at once, so the bound itself would be 100 MB.
+        raw = f.read(size + 1)
+    if len(raw) > size:
+        raise TensorFileError(f"{clean(name)}: grew past {size} bytes while being read")
     return _parse_json(raw, clean(name))
 
 

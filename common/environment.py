@@ -26,7 +26,8 @@ VARIABLES: dict[str, str] = {
     "ISOMOE_MOE_BACKEND": "stands in for moe_backend=\"auto\" in the selectors: a registered backend name",
     "ISOMOE_CHECK": "1: report expert ids outside the layer, which are otherwise skipped silently",
     "ISOMOE_BATCH_INVARIANT": "1: one kernel for every batch size, so that a row's bits never depend on it",
-    "ISOMOE_DISABLE": "1: the tpu-inference plugin registers nothing",
+    "ISOMOE_DISABLE": "1: the vLLM and tpu-inference plugins register nothing",
+    "ISOMOE_VLLM": "1: vLLM's FP8 MoE layers on CUDA run on this package's kernels; 0 (default): on vLLM's",
     "ISOMOE_TPU_RECIPE": "w8a8 or w8a16 in the tpu-inference plugin; default: w8a8 on v7x, w8a16 before it",
     "ISOMOE_WEIGHT_SCALE_POLICY": "block scales in the tpu-inference plugin: exact (default) or per_channel",
 }

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import CONFIGS, fp8_config, lora_config
+import torch
+from simulation import CONFIGS, fp8_config, lora_config
 from vllm.platforms.interface import PlatformEnum
 
 from isomoe.cuda_impl import vllm_plugin
@@ -85,38 +86,32 @@ def test_cuda_layers_get_these_experts(
     assert [level for level, _ in lines] == ["info"]
 
 
-FALLBACKS = {
+FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": (dict(activation="swigluoai"), "activation swigluoai"),
-    "half": (dict(dtype="float16"), "float16"),
-    "backend": (dict(moe_backend="triton"), "moe_backend='triton' was asked for"),
-    "lora_dtype": (dict(lora=dict(lora_dtype="float16")), "lora_dtype float16"),
+    "half": (dict(dtype=torch.float16), "float16"),
+    "lora_dtype": (dict(lora=lora_config(lora_dtype=torch.float16)), "lora_dtype float16"),
 }
 
 
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_a_layer_that_is_not_served_stays_vllms_with_one_line(
-    build: Any, world: Any, installed: None, lines: Any, monkeypatch: pytest.MonkeyPatch, case: str
+    build: Any, installed: None, lines: Any, case: str
 ) -> None:
-    import torch
-
-    change, expected = FALLBACKS[case]
-    options: dict[str, Any] = {}
-    if "activation" in change:
-        options["activation"] = change["activation"]
-    if "moe_backend" in change:
-        monkeypatch.setattr(world.kernel_config, "moe_backend", change["moe_backend"])
-    if "dtype" in change:
-        monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float16)
-        previous = torch.bfloat16
-        del previous
-    if "lora" in change:
-        options["lora"] = lora_config(lora_dtype=torch.float16)
-    if "dtype" in change:
-        options["params_dtype"] = torch.float16
+    options, expected = FALLBACKS[case]
     method = method_of(build(fp8_config(), **options))
     assert method.experts_cls.__module__.startswith("vllm.")
     warnings = [text for level, text in lines if level == "warning"]
     assert len(warnings) == 1 and expected in warnings[0], lines
+
+
+def test_a_backend_that_the_user_named_is_vllms(
+    build: Any, world: Any, installed: None, lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.kernel_config, "moe_backend", "triton")
+    assert method_of(build(fp8_config())).experts_cls.__name__ == "TritonExperts"
+    assert [text for _, text in lines] == [
+        "isomoe: FP8 MoE layers stay on vLLM's experts: moe_backend='triton' was asked for"
+    ]
 
 
 def test_install_and_register_are_idempotent(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's MoE adapter buffers as this package's kernels read them, without a second copy.
+
+vLLM's LoRA layer owns one tensor a projection: two of ``[slots, E, R, H]`` for the A of gate and up. The kernels read
+one ``[slots, E, 2, R, H]``. `adopt` allocates that one and makes vLLM's tensors views of it, so what vLLM's adapter
+manager copies into a slot is where the kernels, captured in CUDA graphs or not, read it at the next launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..prepare import AdapterSlots
+
+
+def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """``[slots, E, len(parts), ...]`` over the memory of `parts`, each ``[slots, E, ...]``, which become its views."""
+    if len(parts) == 1:
+        return parts[0].unsqueeze(2)
+    slots, experts, *rest = parts[0].shape
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    if len(storages) == 1:  # joined before: the context was set twice
+        return torch.empty(0, dtype=parts[0].dtype, device=parts[0].device).set_(
+            parts[0].untyped_storage(), 0, (slots, experts, len(parts), *rest)
+        )
+    joint = torch.empty((slots, experts, len(parts), *rest), dtype=parts[0].dtype, device=parts[0].device)
+    for index, part in enumerate(parts):
+        view = joint[:, :, index]
+        view.copy_(part)
+        old = part.untyped_storage()
+        part.set_(view)
+        # vLLM keeps per-slot views of the old memory, for their shapes only; they must not keep it allocated.
+        old.resize_(0)
+    return joint
+
+
+def adopt(context: Any, *, gated: bool) -> AdapterSlots:
+    """The slots of vLLM's `MoELoRAContext`; its tensors become views where they must be joined.
+
+    Args:
+      context: its ``w13_lora_a_stacked``, ``w13_lora_b_stacked``, ``w2_lora_a_stacked`` and ``w2_lora_b_stacked``.
+      gated: whether w13 holds gate and up rows.
+
+    Raises:
+      NotImplementedError: buffers split over ranks, or one A for gate and up.
+      TypeError: adapters that are not bfloat16.
+    """
+    if context.fully_sharded and context.tp_size > 1:
+        raise NotImplementedError("isomoe: fully_sharded_loras with tensor parallelism is not supported")
+    halves = 2 if gated else 1
+    if len(context.w13_lora_a_stacked) != halves:
+        raise NotImplementedError(
+            f"isomoe: got {len(context.w13_lora_a_stacked)} LoRA buffer for gate and up, want {halves}; set "
+            "enable_mixed_moe_lora_format, or ISOMOE_VLLM=0"
+        )
+    buffers = (
+        *context.w13_lora_a_stacked, *context.w13_lora_b_stacked, *context.w2_lora_a_stacked,
+        *context.w2_lora_b_stacked,
+    )  # fmt: skip
+    for buffer in buffers:
+        if buffer.dtype != torch.bfloat16:
+            raise TypeError(f"lora_dtype: got {buffer.dtype}, want torch.bfloat16")
+    b13 = _joined(context.w13_lora_b_stacked)
+    slots, rank = b13.shape[0], b13.shape[4]
+    device = b13.device
+    return AdapterSlots(
+        slot_ids=torch.arange(slots, dtype=torch.int32, device=device),
+        ranks=torch.full((slots,), rank, dtype=torch.int32, device=device),
+        a13=_joined(context.w13_lora_a_stacked),
+        b13=b13,
+        a2=_joined(context.w2_lora_a_stacked),
+        b2=_joined(context.w2_lora_b_stacked),
+    )
+
+
+def token_slots(context: Any, tokens: int, *, graphs_by_lora: bool) -> torch.Tensor | None:
+    """Each row's slot, int32 ``[tokens]``, -1 = base; None where vLLM knows that no row has one.
+
+    vLLM leaves the map as it was when a batch uses no adapter, and says so in a flag on the host. Graphs captured for
+    batches with and without adapters apart carry the flag of their kind. A graph captured for both cannot, so there
+    the ids of active adapters, all -1 in such a batch, decide on the device.
+    """
+    meta = context.punica_wrapper.token_mapping_meta
+    if graphs_by_lora and bool(meta.no_lora_flag_cpu.item()):
+        return None
+    slots = meta.token_lora_mapping[:tokens]
+    if slots.shape[0] != tokens:
+        raise ValueError(f"hidden_states: got {tokens} rows, vLLM's LoRA map holds {slots.shape[0]}")
+    if graphs_by_lora:
+        return slots
+    return torch.where(meta.active_lora_ids.max() >= 0, slots, -1)

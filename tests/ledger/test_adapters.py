@@ -134,7 +134,7 @@ def skipped_pairs_with_adapters(executor: str) -> None:
     assert rel_l2(got, want) <= tolerances.TO_RECIPE.bound
 
 
-@report("sglang#23178-local", "vllm#38005", "vllm#38021", "vllm#40867",
+@report("vllm#38005", "vllm#38021", "vllm#40867",
         symptom="adapters under expert parallelism: buffers by global counts, uneven ranks, round-robin placement")
 def adapters_are_cut_like_weights() -> None:
     case = Case("channel", "w8a8", "mixed", shape=Shape(5, 2, 128, 128))
@@ -236,7 +236,7 @@ def idle_adapters_do_no_work() -> None:
     assert pool.batch_metadata([-1, 3]).uses_adapters
 
 
-@report("vllm#45101-zero", "vllm#45130-zero", symptom="a zero adapter must be the same program's bits as none")
+@report("gap: zero adapter", symptom="a zero adapter must be the same program's bits as none")
 def zero_b_is_nothing(executor: str) -> None:
     holds("zero_b", executor, lora="mixed")
 
@@ -333,7 +333,7 @@ def pickles_are_not_opened() -> None:
                 load_lora_adapter(root, BASE)
 
 
-@report("vllm-rank-mix", symptom="ranks that differ between adapters of one batch; unused slots full of NaN")
+@report("gap: mixed ranks", symptom="ranks that differ between adapters of one batch; unused slots full of NaN")
 def mixed_ranks(executor: str) -> None:
     holds("relabelling", executor, lora="mixed")
 
@@ -351,7 +351,7 @@ def lora_is_declared() -> None:
             declared_support(child)
 
 
-@report("safetensors truncated adapter", symptom="a half-written adapter loads as zeros")
+@report("gap: truncated adapter", symptom="a half-written adapter loads as zeros")
 def truncated_adapter() -> None:
     with TemporaryDirectory() as folder:
         write_adapter(Path(folder), {"r": R, "lora_alpha": R}, per_expert())

@@ -44,7 +44,7 @@ def zero_rows(executor: str) -> None:
     assert not got[4].any() and np.isfinite(got).all()
 
 
-@report("tpu-inference#1880-weights", symptom="an all-zero expert row gives 0 / 0")
+@report("gap: zero weight rows", symptom="an all-zero expert row gives 0 / 0")
 def zero_weight_rows() -> None:
     w13 = RNG.standard_normal((2, 64, 32)).astype(np.float32)
     w13[:, 3] = 0
@@ -162,7 +162,7 @@ def nan_in_padding(executor: str) -> None:
     holds("padding_nan", executor, lora="mixed")
 
 
-@report("sglang#32843", "tpu-inference 0.32 one-hot", symptom="uninitialised rows of 1e35 enter an FP8 product")
+@report("sglang#32843", "tpu-inference one-hot unpermute", symptom="uninitialised rows of 1e35 enter an FP8 product")
 def huge_padding(executor: str) -> None:
     subject, case = served(executor)
     inputs = inputs_of(case)
@@ -219,7 +219,7 @@ def gate_and_up() -> None:
     assert rel_l2(got, (up / (1 + np.exp(-up)) * gate) @ w2.T) > 0.5
 
 
-@report("MaxText#3351", "MaxText#4086", "MaxText#1828", "MaxText#4969", symptom="the path of one rank differs from the dense layer")
+@report("maxtext#3351", "maxtext#4086", "maxtext#1828", "maxtext#4969", symptom="the path of one rank differs from the dense layer")
 def one_rank_is_dense(executor: str) -> None:
     subject, case = served(executor)
     inputs = inputs_of(case)

@@ -352,7 +352,7 @@ def adapters_reach_all_three_projections() -> None:
         assert not bitwise_equal(inputs.run("reference", adapters=[only]), plain)
 
 
-@report("selection imports", symptom="selecting on a host without CUDA imports CUDA packages and fails")
+@report("gap: imports of a selection", symptom="selecting on a host without CUDA imports CUDA packages and fails")
 def selection_imports_nothing() -> None:
     code = (
         "import sys, isomoe\n"
@@ -366,7 +366,7 @@ def selection_imports_nothing() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@report("vllm#46184", symptom="unquantised keys given to the FP8 selector")
+@report("gap: bf16 keys", symptom="unquantised keys given to the FP8 selector")
 def bf16_keys_are_refused() -> None:
     with pytest.raises(ValueError, match="select_unquantized_moe_backend"):
         select_fp8_moe_backend(CONFIG, kBf16, kBf16, platform=H100)

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .plan import TILE_FIELDS, RowPlan, write_offsets
+from .plan import TILE_FIELDS, RowPlan, store_counts, write_offsets
 from .rows import encode_row, row_buffers, store_scale
+
 
 @triton.jit
 def _store_row(v, cols, inside, row, q_ptr, scale_ptr, D: tl.constexpr, MODE: tl.constexpr):
@@ -90,10 +91,11 @@ def _prologue_kernel(
     if me == pairs:
         if tl.program_id(1) == 0:
             count = tl.histogram(tl.where(valid, key, 0), E_P * S_P, mask=valid)
-            write_offsets(
-                tl.reshape(count, [E_P, S_P]), None, tiles_ptr, counts_ptr, seg_slot_ptr, None,
+            rows, tiles, segments = write_offsets(
+                tl.reshape(count, [E_P, S_P]), 0, 0, 0, 0, None, tiles_ptr, seg_slot_ptr, None,
                 E, SLOTS, E_P, S_P, 1, 1, TILE, FIELDS,
             )  # fmt: skip
+            store_counts(counts_ptr, rows, tiles, segments)
     else:
         mine = tl.sum(tl.where(index == me, key, 0), axis=0)
         first = tl.program_id(1) == 0

@@ -20,7 +20,9 @@ ACTIVATIONS = ("silu", "gelu_tanh", "swigluoai")
 RANKS = (16, 32, 64, 128)
 RECIPES = ("w8a8", "w8a16")
 # Up to here every program of the first decode launch finds its own row; the scan is quadratic, so then a sort is better.
+# One program of that launch holds the histogram over (expert, slot) bins in registers.
 SCAN_PAIRS = 2048
+SCAN_BINS = 4096
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ def _decode(call: _Call, unit: int) -> None:
     """Four launches (five where hidden rows need a pass of their own), each started before the one ahead has ended."""
     weights = call.weights
     pairs = call.topk_ids.numel()
-    scan = pairs <= SCAN_PAIRS
+    scan = pairs <= SCAN_PAIRS and call.experts * (call.num_slots + 1) <= SCAN_BINS
     if scan:
         plan, xq, xs, s13 = prologue(
             call.x, call.topk_ids, num_experts=call.experts, mode=call.mode, tile=unit, expert_map=call.expert_map,

@@ -89,47 +89,50 @@ def _count_kernel(
 @triton.jit
 def write_offsets(
     parts,
+    e0,
+    row0,
+    tile0,
+    seg0,
     bin_start_ptr,
     tiles_ptr,
-    counts_ptr,
     seg_slot_ptr,
     seg_rows_ptr,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
-    E_P: tl.constexpr,
+    E_C: tl.constexpr,
     S_P: tl.constexpr,
     SPLIT: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """From pairs a bin ``parts [E_P, S_P * SPLIT]`` to first rows, tiles and segments; None skips a table.
+    """From pairs a bin ``parts [E_C, S_P * SPLIT]`` of experts `e0` on to first rows, tiles and segments.
 
-    A (expert, slot) bin, base rows first, is SPLIT neighbouring columns of `parts`.
+    A (expert, slot) bin, base rows first, is SPLIT neighbouring columns of `parts`. Rows, tiles and segments are
+    numbered from `row0`, `tile0`, `seg0`; returns where they end. A table given as None is not written.
     """
-    e = tl.arange(0, E_P)
+    e = e0 + tl.arange(0, E_C)
     s = tl.arange(0, S_P)
     rows = tl.sum(parts, axis=1)
     padded = (rows + ALIGN - 1) // ALIGN * ALIGN
-    first = tl.cumsum(padded, axis=0) - padded
+    first = row0 + tl.cumsum(padded, axis=0) - padded
     if bin_start_ptr is not None:
         part = tl.arange(0, S_P * SPLIT)
         inside = (e < E)[:, None] & (part < (SLOTS + 1) * SPLIT)[None, :]
         at = bin_start_ptr + e[:, None] * ((SLOTS + 1) * SPLIT) + part[None, :]
         tl.store(at, first[:, None] + tl.cumsum(parts, axis=1) - parts, mask=inside)
-    count = tl.sum(tl.reshape(parts, [E_P, S_P, SPLIT]), axis=2)
+    count = tl.sum(tl.reshape(parts, [E_C, S_P, SPLIT]), axis=2)
     start = first[:, None] + tl.cumsum(count, axis=1) - count
     n_tiles = (rows + TILE - 1) // TILE
-    tile0 = tl.cumsum(n_tiles, axis=0) - n_tiles
-    tl.store(counts_ptr, tl.sum(n_tiles, axis=0))
-    tl.store(counts_ptr + 2, tl.sum(padded, axis=0))
+    my_tile = tile0 + tl.cumsum(n_tiles, axis=0) - n_tiles
+    seg_end = seg0
     if SLOTS > 0:
         used = ((count > 0) & (s > 0)[None, :]).to(tl.int32)
         n_segs = tl.sum(used, axis=1)
-        seg0 = tl.cumsum(n_segs, axis=0) - n_segs
-        seg = seg0[:, None] + tl.cumsum(used, axis=1) - used
+        my_seg = seg0 + tl.cumsum(n_segs, axis=0) - n_segs
+        seg_end += tl.sum(n_segs, axis=0)
+        seg = my_seg[:, None] + tl.cumsum(used, axis=1) - used
         slot = tl.broadcast_to(s[None, :] - 1, seg.shape)
-        tl.store(counts_ptr + 1, tl.sum(n_segs, axis=0))
         tl.store(seg_slot_ptr + seg, slot, mask=used > 0)
         if seg_rows_ptr is not None:
             tl.store(seg_rows_ptr + seg * 4, tl.broadcast_to(e[:, None], seg.shape), mask=used > 0)
@@ -138,7 +141,7 @@ def write_offsets(
             tl.store(seg_rows_ptr + seg * 4 + 3, slot, mask=used > 0)
     for j in range(tl.max(n_tiles, axis=0)):
         have = j < n_tiles
-        tile = tiles_ptr + (tile0 + j) * FIELDS
+        tile = tiles_ptr + (my_tile + j) * FIELDS
         lo = first + j * TILE
         size = tl.minimum(rows - j * TILE, TILE)
         tl.store(tile, e, mask=have)
@@ -147,8 +150,17 @@ def write_offsets(
         if SLOTS > 0:
             before = tl.sum(tl.where(start + count <= lo[:, None], used, 0), axis=1)
             until = tl.sum(tl.where(start < (lo + size)[:, None], used, 0), axis=1)
-            tl.store(tile + 3, seg0 + before, mask=have)
+            tl.store(tile + 3, my_seg + before, mask=have)
             tl.store(tile + 4, until - before, mask=have)
+    return row0 + tl.sum(padded, axis=0), tile0 + tl.sum(n_tiles, axis=0), seg_end
+
+
+@triton.jit
+def store_counts(counts_ptr, rows, tiles, segments):
+    """The plan's `counts`."""
+    tl.store(counts_ptr, tiles)
+    tl.store(counts_ptr + 1, segments)
+    tl.store(counts_ptr + 2, rows)
 
 
 @triton.jit
@@ -161,21 +173,26 @@ def _offsets_kernel(
     seg_rows_ptr,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
-    E_P: tl.constexpr,
+    E_C: tl.constexpr,
     S_P: tl.constexpr,
     SPLIT: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    e = tl.arange(0, E_P)
     part = tl.arange(0, S_P * SPLIT)
-    inside = (e < E)[:, None] & (part < (SLOTS + 1) * SPLIT)[None, :]
-    parts = tl.load(bins_ptr + e[:, None] * ((SLOTS + 1) * SPLIT) + part[None, :], mask=inside, other=0)
-    write_offsets(
-        parts, bin_start_ptr, tiles_ptr, counts_ptr, seg_slot_ptr, seg_rows_ptr,
-        E, SLOTS, E_P, S_P, SPLIT, ALIGN, TILE, FIELDS,
-    )  # fmt: skip
+    row0 = 0
+    tile0 = 0
+    seg0 = 0
+    for e0 in range(0, E, E_C):
+        e = e0 + tl.arange(0, E_C)
+        inside = (e < E)[:, None] & (part < (SLOTS + 1) * SPLIT)[None, :]
+        parts = tl.load(bins_ptr + e[:, None] * ((SLOTS + 1) * SPLIT) + part[None, :], mask=inside, other=0)
+        row0, tile0, seg0 = write_offsets(
+            parts, e0, row0, tile0, seg0, bin_start_ptr, tiles_ptr, seg_slot_ptr, seg_rows_ptr,
+            E, SLOTS, E_C, S_P, SPLIT, ALIGN, TILE, FIELDS,
+        )  # fmt: skip
+    store_counts(counts_ptr, row0, tile0, seg0)
 
 
 def plan_rows(
@@ -242,7 +259,9 @@ def plan_rows(
         BLOCK=PAIRS_PER_PROGRAM,
         num_warps=8,
     )
-    area = triton.next_power_of_2(num_experts) * triton.next_power_of_2(num_slots + 1) * split
+    width = triton.next_power_of_2(num_slots + 1) * split
+    # As many experts at once as the program's registers and its scans' shared memory hold.
+    experts_at_once = min(triton.next_power_of_2(num_experts), max(1, 4096 // width))
     _offsets_kernel[(1,)](
         counters,
         plan.bin_start,
@@ -252,12 +271,12 @@ def plan_rows(
         plan.seg_rows if num_slots else counters,
         E=num_experts,
         SLOTS=num_slots,
-        E_P=triton.next_power_of_2(num_experts),
+        E_C=experts_at_once,
         S_P=triton.next_power_of_2(num_slots + 1),
         SPLIT=split,
         ALIGN=align,
         TILE=tile,
         FIELDS=TILE_FIELDS,
-        num_warps=4 if area <= 1024 else 16,
+        num_warps=4 if experts_at_once * width <= 1024 else 16,
     )
     return plan

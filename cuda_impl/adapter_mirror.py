@@ -285,6 +285,8 @@ class AdapterMirror:
     def capture(self) -> Iterator[GraphToken]:
         """Capture a graph inside: writers wait meanwhile, since their copies could end up in it or break it.
 
+        Slots that this thread frees inside are cleared at the end.
+
         Yields:
           the token to `check` before every replay.
         """
@@ -295,6 +297,7 @@ class AdapterMirror:
                 yield self._token
             finally:
                 self._capturing = False
+                self._clear()
 
     def check(self, token: GraphToken) -> None:
         """Raise unless a graph captured under `token` reads this mirror's tensors.
@@ -338,6 +341,8 @@ class AdapterMirror:
     def on_load(self, slot: int, layers: Mapping[int, LoRAAdapter]) -> None:
         """Write the adapter to `slot` and publish it; returns when every later launch sees it.
 
+        After a failure the pool calls `on_unload`, which puts the tables right.
+
         Raises:
           AdapterError: closed, a graph is being captured by this thread, or an adapter that does not fit.
         """
@@ -356,20 +361,22 @@ class AdapterMirror:
             # Batches that began meanwhile may look the id's old version up.
             self._lane.wait_for(self._batches())
             self._resident[slot] = adapter_id
-            try:
-                self._publish()
-                self._lane.finish()
-            except BaseException:
-                del self._resident[slot]
-                raise
+            self._publish()
+            self._lane.finish()
 
     def on_unload(self, slot: int) -> None:
         """Clear the slot's entries, after the batches that were launched so far; the host does not wait."""
-        with self._lock, self._lane.current():
-            if self._closed:
-                return
-            self._lane.wait_for(self._batches())
+        with self._lock:
             self._resident.pop(slot, None)
+            if not self._capturing:
+                self._clear()
+
+    def _clear(self) -> None:
+        """Take from the tables what is no longer resident."""
+        if self._closed:
+            return
+        with self._lane.current():
+            self._lane.wait_for(self._batches())
             self._publish()
 
     def _checked(self, layers: Mapping[int, LoRAAdapter]) -> int:

@@ -274,6 +274,7 @@ def test_after_every_copy_what_is_published_is_whole_and_no_live_id_is_missing(
     real, live, looks = adapter_mirror._copy, set(), []
 
     def look(target: torch.Tensor, source: torch.Tensor) -> None:
+        old = mirror.adapters(0).slot_ids.tolist()
         real(target, source)
         tables = {by: mirror.adapters(0, by=by).slot_ids.tolist() for by in ("id", "slot")}
         published = {s for table in tables.values() for s, entry in enumerate(table) if entry >= 0}
@@ -287,6 +288,9 @@ def test_after_every_copy_what_is_published_is_whole_and_no_live_id_is_missing(
                     seen |= {(rank, v) for v in cells[:rank].unique().tolist()}
             assert seen in ({(4, 1.0)}, {(9, 2.0)}, {(2, 3.0)}), (slot, seen)
         assert live <= set(tables["id"])
+        # A copy that both shows and hides entries could be seen half done, with neither.
+        changed = {(a >= 0, b >= 0) for a, b in zip(old, tables["id"]) if a != b}
+        assert len(changed) < 2
         looks.append(len(published))
 
     monkeypatch.setattr(adapter_mirror, "_copy", look)
@@ -297,6 +301,7 @@ def test_after_every_copy_what_is_published_is_whole_and_no_live_id_is_missing(
     pool.replace(version(5, 2.0, 9))
     with pool.lease([70]):
         pool.replace(version(70, 3.0, 2))
+        assert mirror.adapters(0).slot_ids.tolist().count(70) == 1  # the newest; the lease goes by slot
     live -= {5}
     pool.unload(5)
     pool.load(version(9, 1.0, 4))
@@ -439,6 +444,10 @@ def test_no_load_during_a_capture(serving) -> None:
     with mirror.capture(), pytest.raises(AdapterError, match="thread that captures a graph"):
         pool.load(_adapter(70, 1))
     assert pool.adapter_ids == (5,)
+    with mirror.capture():
+        pool.unload(5)
+        assert 5 in mirror.adapters(0).slot_ids.tolist()
+    assert 5 not in mirror.adapters(0).slot_ids.tolist()
 
 
 @pytest.mark.parametrize(

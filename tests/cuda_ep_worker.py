@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from isomoe.common.placement import ExpertPlacement
 from isomoe.tests.matrix import Case, Inputs, Shape, build
 
@@ -45,25 +46,24 @@ def worker(rank: int, port: int, folder: str) -> None:
     results = {}
     for case in (MIXED, PLAIN, W8A16):
         inputs = build(case)
-        arrays = [to_torch(a, "cpu") for a in (inputs.x, inputs.topk_weights, inputs.topk_ids)]
+        x, tw, topk = (to_torch(a, "cpu") for a in (inputs.x, inputs.topk_weights, inputs.topk_ids))
         ids = None if inputs.adapter_ids is None else to_torch(inputs.adapter_ids, "cpu")
         for strategy in ("linear", "round_robin") if case is MIXED else ("linear",):
             placement = ExpertPlacement(SHAPE.num_experts, RANKS, strategy)
             weights, adapters = _rank_inputs(inputs, placement, rank)
-            options = dict(recipe=case.recipe, adapters=adapters)
             results[f"replicated {strategy} {case.scheme} {case.recipe}"] = ep.fused_moe_replicated(
-                *arrays, weights, placement, adapter_ids=ids, **options
+                x, tw, topk, weights, placement, recipe=case.recipe, adapters=adapters, adapter_ids=ids
             )
             start = sum(COUNTS[:rank])
             mine = slice(start, start + COUNTS[rank])
             for wire, counts in (("f32", None), ("bf16", COUNTS)):
                 results[f"gathered {strategy} {case.scheme} {case.recipe} {wire}"] = ep.fused_moe_gathered(
-                    *(a[mine] for a in arrays), weights, placement, adapter_ids=None if ids is None else ids[mine],
-                    token_counts=counts, wire=wire, **options,
+                    x[mine], tw[mine], topk[mine], weights, placement, recipe=case.recipe, adapters=adapters,
+                    adapter_ids=None if ids is None else ids[mine], token_counts=counts, wire=wire,
                 )  # fmt: skip
     with pytest.raises(ValueError, match="ep_size=2"):
-        ep.fused_moe_replicated(*arrays, weights, ExpertPlacement(4, 2))
+        ep.fused_moe_replicated(x, tw, topk, weights, ExpertPlacement(4, 2))
     with pytest.raises(ValueError, match="rank"):
-        ep.fused_moe_replicated(*arrays, weights, ExpertPlacement(40, RANKS))
+        ep.fused_moe_replicated(x, tw, topk, weights, ExpertPlacement(40, RANKS))
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from isomoe.common import tolerances  # noqa: E402
-from isomoe.common.metrics import rel_l2, worst_row  # noqa: E402
-from isomoe.tests.cuda_ep_worker import COUNTS, MIXED, PLAIN, RANKS, W8A16, worker  # noqa: E402
-from isomoe.tests.matrix import Case, build  # noqa: E402
+import torch
+
+from isomoe.common import tolerances
+from isomoe.common.metrics import rel_l2, worst_row
+from isomoe.tests.cuda_ep_worker import COUNTS, MIXED, PLAIN, RANKS, W8A16, worker
+from isomoe.tests.matrix import Case, build
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from isomoe.common.numerics import BF16, E4M3, quantize_fp8, quantize_fp8_static  # noqa: E402
-from isomoe.cuda_impl._runtime import INTERPRETED, tl, triton  # noqa: E402
-from isomoe.cuda_impl.align import align  # noqa: E402
-from isomoe.cuda_impl.combine import combine  # noqa: E402
-from isomoe.cuda_impl.device_numerics import decode_e4m3  # noqa: E402
-from isomoe.cuda_impl.prepare import to_torch  # noqa: E402
-from isomoe.cuda_impl.quantize import quantize_rows, scale_rows_f16  # noqa: E402
+import torch
+
+from isomoe.common.numerics import BF16, E4M3, quantize_fp8, quantize_fp8_static
+from isomoe.cuda_impl._runtime import INTERPRETED, tl, triton
+from isomoe.cuda_impl.align import align
+from isomoe.cuda_impl.combine import combine
+from isomoe.cuda_impl.device_numerics import decode_e4m3
+from isomoe.cuda_impl.prepare import to_torch
+from isomoe.cuda_impl.quantize import quantize_rows, scale_rows_f16
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ALL_BF16 = np.arange(65536, dtype=np.uint16).view(BF16)

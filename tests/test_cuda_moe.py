@@ -3,28 +3,31 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from isomoe.common import tolerances  # noqa: E402
-from isomoe.common.config import FusedMoEConfig  # noqa: E402
-from isomoe.common.executors import executors, run_moe  # noqa: E402
-from isomoe.common.metrics import bitwise_equal, rel_l2, worst_row  # noqa: E402
-from isomoe.common.numerics import BF16  # noqa: E402
-from isomoe.common.placement import ExpertPlacement  # noqa: E402
-from isomoe.common.recipes import Recipe, default_recipe  # noqa: E402
-from isomoe.common.weights import LoRAAdapter, quantize_moe_weights  # noqa: E402
-from isomoe.cuda_impl import AdapterSlots, fused_moe, prepare_adapters, prepare_weights  # noqa: E402
-from isomoe.cuda_impl._runtime import INTERPRETED, Target  # noqa: E402
-from isomoe.cuda_impl.align import slots_of_tokens  # noqa: E402
-from isomoe.cuda_impl.prepare import to_torch  # noqa: E402
-from isomoe.cuda_impl.quantize import quantize_rows  # noqa: E402
-from isomoe.cuda_impl.route import CallShape, pad_rank, why_not_hopper  # noqa: E402
+import torch
+
+from isomoe.common import tolerances
+from isomoe.common.config import FusedMoEConfig
+from isomoe.common.executors import executors, run_moe
+from isomoe.common.metrics import bitwise_equal, rel_l2, worst_row
+from isomoe.common.numerics import BF16
+from isomoe.common.placement import ExpertPlacement
+from isomoe.common.recipes import Recipe, default_recipe
+from isomoe.common.weights import LoRAAdapter, MoEWeights, quantize_moe_weights
+from isomoe.cuda_impl import AdapterSlots, fused_moe, prepare_adapters, prepare_weights
+from isomoe.cuda_impl._runtime import INTERPRETED, Target
+from isomoe.cuda_impl.align import slots_of_tokens
+from isomoe.cuda_impl.prepare import to_torch
+from isomoe.cuda_impl.quantize import quantize_rows
+from isomoe.cuda_impl.route import CallShape, pad_rank, why_not_hopper
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 T, K, E, H, I = 11, 2, 4, 256, 192
@@ -63,15 +66,15 @@ ADAPTER_IDS = np.array([7, -1, 42, 42, 7, -1, 9, 7, -1, 9, 42], np.int32)
 ADAPTERS = (_adapter(7, 16), _adapter(42, 4), _adapter(9, 40))
 
 
-def _call(weights, *, adapters: AdapterSlots | None = None, adapter_ids=None, **options):
+def _call(
+    weights: MoEWeights, adapters: AdapterSlots | None = None, adapter_ids: np.ndarray = ADAPTER_IDS
+) -> torch.Tensor:
+    """The layer by the portable kernels (a recipe with f32 result rows keeps Hopper's own out)."""
     x, tw, ids = (to_torch(a, DEVICE) for a in _batch())
-    if adapters is not None:
-        options["adapter_ids"] = to_torch(ADAPTER_IDS if adapter_ids is None else adapter_ids, DEVICE)
-    return fused_moe(x, tw, ids, prepare_weights(weights, DEVICE), adapters=adapters, **options)
-
-
-def _host(y: torch.Tensor) -> np.ndarray:
-    return y.cpu().view(torch.int16).numpy().view(BF16)
+    return fused_moe(
+        x, tw, ids, prepare_weights(weights, DEVICE), recipe=default_recipe(None, weights.scheme), adapters=adapters,
+        adapter_ids=None if adapters is None else to_torch(adapter_ids, DEVICE),
+    )  # fmt: skip
 
 
 def _check(executor: str, recipe: Recipe | str, weights, config=CONFIG, adapters=ADAPTERS) -> None:
@@ -230,9 +233,9 @@ def test_expert_maps_add_up(strategy: str) -> None:
         local = placement.experts_of(rank)
         slots = prepare_adapters([a.take(local) for a in ADAPTERS], CONFIG, device=DEVICE, num_experts=len(local))
         total += fused_moe(
-            *(to_torch(a, DEVICE) for a in (x, tw, ids)), prepare_weights(weights.take(local), DEVICE),
-            adapters=slots, adapter_ids=to_torch(ADAPTER_IDS, DEVICE),
-            expert_map=to_torch(placement.expert_map(rank), DEVICE), out_dtype=torch.float32,
+            to_torch(x, DEVICE), to_torch(tw, DEVICE), to_torch(ids, DEVICE),
+            prepare_weights(weights.take(local), DEVICE), adapters=slots,
+            adapter_ids=to_torch(ADAPTER_IDS, DEVICE), expert_map=to_torch(placement.expert_map(rank), DEVICE), out_dtype=torch.float32,
         ).cpu().numpy()  # fmt: skip
     want = run_moe("triton", x, tw, ids, weights, config=CONFIG, adapters=ADAPTERS, adapter_ids=ADAPTER_IDS)
     assert rel_l2(total, want) <= tolerances.TO_RECIPE.bound
@@ -242,9 +245,10 @@ def test_quantised_rows_in_give_the_same_bits() -> None:
     weights = prepare_weights(_weights("block"), DEVICE)
     x, tw, ids = (to_torch(a, DEVICE) for a in _batch())
     codes, scales = quantize_rows(x, 128)
-    want = fused_moe(x, tw, ids, weights)
-    assert torch.equal(fused_moe(codes, tw, ids, weights, x_scale=scales), want)
-    assert torch.equal(fused_moe(codes.view(torch.float8_e4m3fn), tw, ids, weights, x_scale=scales), want)
+    recipe = default_recipe("w8a8", "block")
+    want = fused_moe(x, tw, ids, weights, recipe=recipe)
+    for rows in (codes, codes.view(torch.float8_e4m3fn)):
+        assert torch.equal(fused_moe(rows, tw, ids, weights, recipe=recipe, x_scale=scales), want)
 
 
 def test_quantised_rows_with_adapters_are_refused() -> None:
@@ -252,14 +256,12 @@ def test_quantised_rows_with_adapters_are_refused() -> None:
     x, tw, ids = (to_torch(a, DEVICE) for a in _batch())
     codes, scales = quantize_rows(x, 128)
     slots = prepare_adapters(ADAPTERS, CONFIG, device=DEVICE)
-    options = dict(adapters=slots, adapter_ids=to_torch(ADAPTER_IDS, DEVICE), x_scale=scales)
+    adapter_ids = to_torch(ADAPTER_IDS, DEVICE)
     with pytest.raises(NotImplementedError, match="lora_input"):
-        fused_moe(codes, tw, ids, weights, **options)
+        fused_moe(codes, tw, ids, weights, adapters=slots, adapter_ids=adapter_ids, x_scale=scales)
     recipe = replace(default_recipe("w8a8", "block"), lora_input="fp8")
-    assert torch.equal(
-        fused_moe(codes, tw, ids, weights, recipe=recipe, **options),
-        fused_moe(x, tw, ids, weights, recipe=recipe, adapters=slots, adapter_ids=options["adapter_ids"]),
-    )
+    layer = functools.partial(fused_moe, recipe=recipe, adapters=slots, adapter_ids=adapter_ids)
+    assert torch.equal(layer(codes, tw, ids, weights, x_scale=scales), layer(x, tw, ids, weights))
 
 
 def test_no_tokens() -> None:

@@ -234,8 +234,8 @@ def test_expert_maps_add_up(strategy: str) -> None:
         slots = prepare_adapters([a.take(local) for a in ADAPTERS], CONFIG, device=DEVICE, num_experts=len(local))
         total += fused_moe(
             to_torch(x, DEVICE), to_torch(tw, DEVICE), to_torch(ids, DEVICE),
-            prepare_weights(weights.take(local), DEVICE), adapters=slots,
-            adapter_ids=to_torch(ADAPTER_IDS, DEVICE), expert_map=to_torch(placement.expert_map(rank), DEVICE), out_dtype=torch.float32,
+            prepare_weights(weights.take(local), DEVICE), adapters=slots, adapter_ids=to_torch(ADAPTER_IDS, DEVICE),
+            expert_map=to_torch(placement.expert_map(rank), DEVICE), out_dtype=torch.float32,
         ).cpu().numpy()  # fmt: skip
     want = run_moe("triton", x, tw, ids, weights, config=CONFIG, adapters=ADAPTERS, adapter_ids=ADAPTER_IDS)
     assert rel_l2(total, want) <= tolerances.TO_RECIPE.bound

@@ -2,7 +2,7 @@
 """vLLM plugin for tpu-inference: installing this package beside it is all there is to do.
 
 vLLM runs `register` (entry point group ``vllm.general_plugins``) once in every process. It re-registers the names of
-tpu-inference's FP8 quantisation configs with subclasses of them, through vLLM's own `register_quantization_config`,
+tpu-inference's quantisation configs with subclasses of them, through vLLM's own `register_quantization_config`,
 so that their MoE methods
 
 - construct through vLLM's constructors and this package's selector, which never raises on a TPU;

@@ -49,14 +49,6 @@ def registered() -> None:
 
 
 @pytest.fixture(scope="session")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The sample checkpoints and adapters."""
-    from isomoe.tests.samples import write_samples
-
-    return write_samples(tmp_path_factory.getbasetemp() / "samples")
-
-
-@pytest.fixture(scope="session")
 def world(registered: None, tmp_path_factory: pytest.TempPathFactory, samples: Any) -> Iterator[None]:
     """vLLM's process groups for one process."""
     from vllm.config import set_current_vllm_config
@@ -110,16 +102,9 @@ def modelopt_folder(samples: Any, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def device_mesh(devices: int, names: tuple[str, ...] = ("data", "model"), axis: str = "model") -> Any:
-    """A mesh of `devices` devices, all along `axis`."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh
-
-    shape = [devices if name == axis else 1 for name in names]
-    return Mesh(np.array(jax.devices()[:devices]).reshape(shape), names)
-
-
 @pytest.fixture
 def mesh() -> Callable[..., Any]:
+    """`model_steps.device_mesh`."""
+    from isomoe.tests.integration.model_steps import device_mesh
+
     return device_mesh

@@ -41,6 +41,16 @@ def _attend(attention: Any, length: int) -> Any:
     return forward
 
 
+def device_mesh(devices: int, names: tuple[str, ...] = ("data", "model"), axis: str = "model") -> Any:
+    """A mesh of `devices` devices, all along `axis`."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    shape = [devices if name == axis else 1 for name in names]
+    return Mesh(np.array(jax.devices()[:devices]).reshape(shape), names)
+
+
 class Served:
     """A checkpoint loaded by tpu-inference's model wrapper on a mesh, and its jitted step."""
 

@@ -16,7 +16,7 @@ import pytest
 import isomoe
 from isomoe.common.metrics import bitwise_equal, rel_l2
 from isomoe.common.tolerances import TO_RECIPE, to_truth
-from isomoe.tests.integration.model_steps import Served
+from isomoe.tests.integration.model_steps import Served, device_mesh
 from isomoe.tests.integration.test_tpu_methods import (
     BF16,
     EXPERTS,
@@ -56,8 +56,6 @@ def adapters(samples: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture(scope="module")
 def served(vllm_config: Callable[..., Any], samples: Any, adapters: dict[str, Path]) -> Any:
-    from isomoe.tests.integration.conftest import device_mesh
-
     patch = pytest.MonkeyPatch()
     patch.setenv("ISOMOE_TPU_RECIPE", "w8a16")
     # Only experts: tpu-inference's LoRA on qkv_proj is wrong where it replicates KV heads (2 heads on 8 devices).
@@ -117,10 +115,10 @@ def random_adapter(adapter_id: int, rank: int, *, shared: bool) -> isomoe.LoRAAd
     )
 
 
-@pytest.mark.parametrize("recipe", ["w8a16", "w8a8"])
+@pytest.mark.parametrize(("scheme", "recipe"), [("channel", "w8a16"), ("block", "w8a8"), ("bf16", "bf16")])
 @pytest.mark.parametrize("shared", [False, True], ids=["per-expert", "shared-outer"])
 def test_one_layer_equals_the_reference(
-    shared: bool, recipe: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any],
+    shared: bool, scheme: str, recipe: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two adapters of different ranks and base rows in one batch, split over eight devices, per-expert and shared."""
@@ -129,8 +127,8 @@ def test_one_layer_equals_the_reference(
 
     from isomoe.tpu_impl.tpu_inference.lora import FusedMoEWithLoRA
 
-    monkeypatch.setenv("ISOMOE_TPU_RECIPE", recipe)
-    built, weights = build(vllm_config("channel"), mesh(8)), random_weights("channel")
+    monkeypatch.setenv("ISOMOE_TPU_RECIPE", recipe if recipe != "bf16" else "")
+    built, weights = build(vllm_config(scheme), mesh(8)), random_weights(scheme)
     load(built, weights)
     process(built)
     assert FusedMoEWithLoRA.can_replace_layer(built.runner, None, ["w1", "w3"])

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +94,8 @@ def load(built: Built, weights: isomoe.MoEWeights, *, static: tuple[float, float
         a = np.ascontiguousarray(a)
         if a.dtype == np.dtype(ml_dtypes.float8_e4m3fn):
             return torch.from_numpy(a.view(np.uint8)).view(torch.float8_e4m3fn)
+        if a.dtype == BF16:
+            return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(a)
 
     def send(name: str, value: np.ndarray, shard: str, expert: int) -> None:
@@ -100,15 +104,17 @@ def load(built: Built, weights: isomoe.MoEWeights, *, static: tuple[float, float
 
     scale_name = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
     halves = {"w1": slice(0, inter), "w3": slice(inter, 2 * inter)}
-    scale_rows = weights.w13_scale.shape[1] // 2
+    scale_rows = 0 if weights.w13_scale is None else weights.w13_scale.shape[1] // 2
     scale_halves = {"w1": slice(0, scale_rows), "w3": slice(scale_rows, 2 * scale_rows)}
     column = (lambda s: s[:, None]) if weights.scheme == "channel" else (lambda s: s)
     for expert in range(weights.num_experts):
         for shard in ("w1", "w3"):
             send("w13_weight", weights.w13[expert, halves[shard]], shard, expert)
-            send(f"w13_{scale_name}", column(weights.w13_scale[expert, scale_halves[shard]]), shard, expert)
+            if weights.w13_scale is not None:
+                send(f"w13_{scale_name}", column(weights.w13_scale[expert, scale_halves[shard]]), shard, expert)
         send("w2_weight", weights.w2[expert], "w2", expert)
-        send(f"w2_{scale_name}", column(np.atleast_1d(weights.w2_scale[expert])), "w2", expert)
+        if weights.w2_scale is not None:
+            send(f"w2_{scale_name}", column(np.atleast_1d(weights.w2_scale[expert])), "w2", expert)
         if static is not None:
             for shard in ("w1", "w3"):
                 send("w13_input_scale", np.array(static[0], np.float32), shard, expert)
@@ -204,14 +210,22 @@ def test_constructors_give_none_for_any_explicit_backend(
     assert method.fp8_backend is Fp8MoeBackend.NONE and method.experts_cls is None
 
 
-def test_vllm_modules_are_left_as_they_are(registered: None) -> None:
-    """Nobody else's selector or constructor is replaced."""
-    from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
-    from vllm.model_executor.layers.quantization import fp8
-
-    assert fp8.select_fp8_moe_backend is oracle.select_fp8_moe_backend
-    assert oracle.select_fp8_moe_backend.__module__.startswith("vllm.")
-    assert fp8.Fp8MoEMethod.__init__.__globals__ is vars(fp8)
+def test_the_plugin_leaves_vllms_modules_as_they_are() -> None:
+    """Nobody else's selector, constructor or method is replaced; in a process where no other plugin ran."""
+    code = """
+import vllm.model_executor.layers.quantization.fp8 as fp8
+import vllm.model_executor.layers.fused_moe.oracle.fp8 as oracle
+import tpu_inference.layers.vllm.quantization.fp8 as tpu_fp8
+before = [dict(vars(m)) for m in (fp8, oracle, tpu_fp8)]
+from isomoe.tpu_impl.tpu_inference_plugin import is_registered, register
+register()
+assert is_registered()
+after = [dict(vars(m)) for m in (fp8, oracle, tpu_fp8)]
+print([k for b, a in zip(before, after) for k in a if a[k] is not b.get(k)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("expert_parallel", [True, False], ids=["ep", "tp"])
@@ -378,6 +392,16 @@ def test_a_refused_layer_stays_on_tpu_inferences_path(
     assert built.layer.w13_weight.shape == (EXPERTS, 2, HIDDEN, INTER)
 
 
+def test_a_mistyped_setting_is_an_error(
+    vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOMOE_TPU_RECIPE", "w8a9")
+    built = build(vllm_config("channel"), mesh(2))
+    load(built, random_weights("channel"))
+    with pytest.raises(ValueError, match=r"ISOMOE_TPU_RECIPE.*w8a16"):
+        process(built)
+
+
 def test_without_the_switch_nothing_changes(
     vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,12 +532,24 @@ def test_the_model_step_is_traced_once(vllm_config: Callable[..., Any], mesh: Ca
 def test_the_poison_is_real(
     vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tpu-inference's own compressed-tensors method cannot be constructed in an environment ours can."""
-    from tpu_inference.layers.vllm.quantization.compressed_tensors.compressed_tensors_moe import (
-        compressed_tensors_moe_w8a8_fp8 as tpu_ct,
-    )
+    """vLLM's own selector raises for the very layer that constructs here."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import select_fp8_moe_backend
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
 
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     method = build(vllm_config("channel"), mesh(8)).method
     with pytest.raises(ValueError, match="DEEPGEMM"):
-        tpu_ct.VllmCompressedTensorsW8A8Fp8MoEMethod(method.weight_quant, method.input_quant, method.moe, mesh(8))
+        select_fp8_moe_backend(method.moe, kFp8StaticChannelSym, kFp8DynamicTokenSym)
+
+
+def test_unquantized_experts(vllm_config: Callable[..., Any], mesh: Callable[..., Any]) -> None:
+    """bfloat16 checkpoints run on the kernel as well."""
+    built, weights = build(vllm_config("bf16"), mesh(8)), random_weights("bf16")
+    load(built, weights)
+    process(built)
+    assert built.method.ep_layer is not None and built.method.ep_layer.recipe == "bf16"
+    x, logits = batch()
+    same, truth = expected(weights, x, logits, "bf16")
+    got = run(built, mesh(8), x, logits)
+    assert rel_l2(got, same) <= TO_RECIPE.bound
+    assert rel_l2(got, truth) <= to_truth("bf16", "bf16").bound

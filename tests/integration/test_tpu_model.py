@@ -24,10 +24,10 @@ def prompts(vocab: int, seed: int = 0) -> np.ndarray:
 def checkpoints(samples: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The samples tpu-inference can load on eight devices."""
     block = with_plain_attention(samples.block, tmp_path_factory.mktemp("block") / "fp8-block")
-    return {"channel": samples.channel, "block": block}
+    return {"bf16": samples.bf16, "channel": samples.channel, "block": block}
 
 
-@pytest.mark.parametrize("scheme", ["channel", "block"])
+@pytest.mark.parametrize("scheme", ["channel", "block", "bf16"])
 def test_a_checkpoint_loads_and_steps_on_the_kernel(
     scheme: str, checkpoints: dict[str, Path], vllm_config: Callable[..., Any], mesh: Callable[..., Any],
     samples: Any, monkeypatch: pytest.MonkeyPatch,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tpu_inference.layers.common.quant_methods import COMPRESSED_TENSORS, FP8
+from tpu_inference.layers.common.quant_methods import COMPRESSED_TENSORS, FP8, UNQUANTIZED
 
 # Their import registers tpu-inference's configs; ours must come after.
 from tpu_inference.layers.vllm.quantization import compressed_tensors as _after_compressed_tensors  # noqa: F401
@@ -20,6 +20,7 @@ from tpu_inference.layers.vllm.quantization.compressed_tensors.compressed_tensor
 )
 from tpu_inference.layers.vllm.quantization.fp8 import VllmFp8Config, VllmFp8LinearMethod
 from tpu_inference.layers.vllm.quantization.unquantized import (
+    VllmUnquantizedConfig,
     VllmUnquantizedFusedMoEMethod,
     VllmUnquantizedLinearMethod,
 )
@@ -30,7 +31,12 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptQuantConfigBase
 
-from .methods import EPCompressedTensorsW8A8Fp8MoEMethod, EPFp8MoEMethod, EPModelOptFp8MoEMethod
+from .methods import (
+    EPCompressedTensorsW8A8Fp8MoEMethod,
+    EPFp8MoEMethod,
+    EPModelOptFp8MoEMethod,
+    EPUnquantizedFusedMoEMethod,
+)
 from .rebind import with_names
 
 logger = init_logger(__name__)
@@ -49,6 +55,18 @@ class EPFp8Config(VllmFp8Config):
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
         choose = with_names(VllmFp8Config.get_quant_method, VllmFp8MoEMethod=EPFp8MoEMethod)
+        return choose(self, layer, prefix)
+
+
+class EPUnquantizedConfig(VllmUnquantizedConfig):
+    """tpu-inference's config of models without quantisation, with this package's MoE method."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if not isinstance(layer, RoutedExperts):
+            return super().get_quant_method(layer, prefix)
+        choose = with_names(
+            VllmUnquantizedConfig.get_quant_method, VllmUnquantizedFusedMoEMethod=EPUnquantizedFusedMoEMethod
+        )
         return choose(self, layer, prefix)
 
 
@@ -150,7 +168,10 @@ class ModelOptDetector(QuantizationConfig):
 
 def register_configs() -> tuple[str, ...]:
     """Register all of them; returns the names."""
-    configs = {FP8: EPFp8Config, COMPRESSED_TENSORS: EPCompressedTensorsConfig, MODELOPT: ModelOptDetector}
+    configs = {
+        FP8: EPFp8Config, COMPRESSED_TENSORS: EPCompressedTensorsConfig, UNQUANTIZED: EPUnquantizedConfig,
+        MODELOPT: ModelOptDetector,
+    }
     for name, config in configs.items():
         register_quantization_config(name)(config)
     return tuple(configs)

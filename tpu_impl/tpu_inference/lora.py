@@ -127,7 +127,8 @@ class FusedMoEWithLoRA(vllm_layers.FusedMoEWithLoRA, BaseLinearLayerWithLoRA):
 
     def set_mapping(self, punica_wrapper: Any) -> None:
         BaseLayerWithLoRA.set_mapping(self, punica_wrapper)
-        self.method.lora = self
+        # A method may be a torch module, which must not take this layer for a part of itself.
+        object.__setattr__(self.method, "lora", self)
 
     def set_lora(self, index: int, lora_a: list[torch.Tensor], lora_b: list[torch.Tensor]) -> None:
         """Fill a slot: ``[w1, w2, w3]`` factors, A ``[E|1, r, in]``, B ``[E|1, out, r]`` with the scaling in B.

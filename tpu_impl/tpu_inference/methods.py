@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tpu-inference's FP8 MoE methods with safe constructors and this package's kernel.
+"""tpu-inference's MoE methods with safe constructors and this package's kernel.
 
 Each class here is tpu-inference's own with two additions: its vLLM constructor runs through this package's selector
 (`selection`), and where tpu-inference chooses its fused expert-parallel kernel (``USE_MOE_EP_KERNEL=1`` with expert
@@ -26,6 +26,7 @@ from tpu_inference.layers.vllm.quantization.compressed_tensors.compressed_tensor
     VllmCompressedTensorsW8A8Fp8MoEMethod,
 )
 from tpu_inference.layers.vllm.quantization.fp8 import VllmFp8MoEMethod
+from tpu_inference.layers.vllm.quantization.unquantized import VllmUnquantizedFusedMoEMethod
 from tpu_inference.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
@@ -55,11 +56,11 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How a method holds its layer's scales."""
+    """How a method holds its layer's scales; no name, no scales."""
 
-    scale_name: str
-    block_shape: tuple[int, ...] | None
-    static_input: bool
+    scale_name: str | None
+    block_shape: tuple[int, ...] | None = None
+    static_input: bool = False
 
 
 def layer_config(moe: Any, layer: RoutedExperts, experts: int, hidden: int, inter: int) -> FusedMoEConfig:
@@ -109,12 +110,17 @@ class EPKernelMixin:
         raise NotImplementedError
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        if self.ep_layer is not None:  # a loader that processes layers as they fill calls again at the end
+            return
         if self.moe_backend is MoEBackend.FUSED_MOE:
+            settings = Settings.from_env()
             try:
-                self.ep_layer = self._take_over(layer)
-            except (ValueError, TypeError) as error:
-                logger.warning_once(f"isomoe: layers like this stay on tpu-inference's own kernel: {error}")
+                self.ep_layer, operands = self._prepare(layer, settings)
+            except Exception as error:  # the layer is untouched: whatever this kernel lacks, tpu-inference may run it
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                logger.warning_once(f"isomoe: layers like this stay on tpu-inference's own kernel: {kind}{error}")
             else:
+                self._take_over(layer, operands)
                 logger.info_once(
                     f"isomoe: expert-parallel kernel on {self.ep_layer.ep} devices, "
                     f"{self.ep_layer.scheme} weights, {self.ep_layer.recipe}"
@@ -123,23 +129,29 @@ class EPKernelMixin:
                 return
         super().process_weights_after_loading(layer)  # type: ignore[misc]
 
-    def _take_over(self, layer: RoutedExperts) -> EPLayer:
-        """Move the layer's weights into the kernel's layout; nothing is changed where this raises."""
-        settings = Settings.from_env(mesh_generation(self.mesh)[0])
+    def _prepare(self, layer: RoutedExperts, settings: Settings) -> tuple[EPLayer, dict[str, jax.Array]]:
+        """The layer's program and its operands on the devices.
+
+        Raises:
+          ValueError: the kernel does not serve the layer.
+        """
         weights = self._weights(layer)
+        recipe = "bf16" if weights.scheme == "bf16" else settings.recipe_on(mesh_generation(self.mesh)[0])
         if weights.scheme == "block" and settings.weight_scale_policy == "per_channel":
             weights = requantize_per_channel(weights)
         config = layer_config(
             self.moe, layer, weights.num_experts, weights.hidden_dim, weights.intermediate_size
         )
-        taken = EPLayer.of(weights, config, self.mesh, ShardingAxisName.EXPERT, settings.recipe)
-        operands = taken.operands(weights)
+        taken = EPLayer.of(weights, config, self.mesh, ShardingAxisName.EXPERT, recipe)
+        return taken, taken.operands(weights)
+
+    def _take_over(self, layer: RoutedExperts, operands: dict[str, jax.Array]) -> None:
+        """Put the operands in the place of the loaded parameters."""
         for name, array in operands.items():
             setattr(layer, self._parameter(name), Parameter(torch_view(array), requires_grad=False))
         for name in ("w13_input_scale", "w2_input_scale"):
             if getattr(layer, name, None) is not None:  # part of the program from here on
                 setattr(layer, name, None)
-        return taken
 
     def _parameter(self, operand: str) -> str:
         return _PARAMETERS[operand].format(scale=self._scheme().scale_name)
@@ -152,7 +164,8 @@ class EPKernelMixin:
             label: getattr(layer, f"{label}_weight") for label in ("w13", "w2")
         }
         for label in ("w13", "w2"):
-            tensors[f"{label}_scale"] = getattr(layer, f"{label}_{scheme.scale_name}")
+            if scheme.scale_name is not None:
+                tensors[f"{label}_scale"] = getattr(layer, f"{label}_{scheme.scale_name}")
             if self.moe.has_bias:
                 tensors[f"{label}_bias"] = getattr(layer, f"{label}_bias")
             if scheme.static_input:
@@ -172,6 +185,8 @@ class EPKernelMixin:
         tensors: dict[str, jax.Array] = {}
         for operand in _PARAMETERS:
             if operand in ("b13", "b2") and not taken.config.has_bias:
+                continue
+            if operand in ("s13", "s2") and taken.scheme == "bf16":
                 continue
             tensors[operand] = jax_view(getattr(layer, self._parameter(operand)))
         slots = None
@@ -213,6 +228,13 @@ def _report_routed_experts(ids: jax.Array) -> None:
     config = context.vllm_config
     if config is not None and config.model_config.enable_return_routed_experts:
         context.expert_indices_list.append(ids)
+
+
+class EPUnquantizedFusedMoEMethod(EPKernelMixin, VllmUnquantizedFusedMoEMethod):
+    """bfloat16 experts; vLLM's selector for them answers on a TPU without a walk."""
+
+    def _scheme(self) -> _Scheme:
+        return _Scheme(None)
 
 
 class EPFp8MoEMethod(EPKernelMixin, VllmFp8MoEMethod, SafeFp8MoEMethod):

@@ -23,24 +23,29 @@ POLICIES = ("exact", "per_channel")
 @dataclass(frozen=True)
 class Settings:
     """Attributes:
-    recipe: ``"w8a8"`` or ``"w8a16"``.
+    recipe: ``"w8a8"``, ``"w8a16"``, or None for the generation's own.
     weight_scale_policy: ``"exact"`` keeps every scale and every code; ``"per_channel"`` requantises block weights
       to one scale an output row: faster, and no longer the checkpoint's numbers.
     """
 
-    recipe: str
+    recipe: str | None = None
     weight_scale_policy: str = "exact"
 
     def __post_init__(self) -> None:
-        check_choice(ENV_RECIPE, self.recipe, RECIPES)
+        if self.recipe is not None:
+            check_choice(ENV_RECIPE, self.recipe, RECIPES)
         check_choice(ENV_POLICY, self.weight_scale_policy, POLICIES)
 
     @classmethod
-    def from_env(cls, generation_name: str) -> Settings:
-        """The environment's settings on a TPU generation.
+    def from_env(cls) -> Settings:
+        """The environment's settings.
 
         Raises:
-          ValueError: a variable that holds something else.
+          ValueError: a variable that holds something else; the message names it.
         """
-        recipe = os.environ.get(ENV_RECIPE) or generation(generation_name).default_recipe
-        return cls(recipe.strip().lower(), os.environ.get(ENV_POLICY, "exact").strip().lower() or "exact")
+        read = {name: os.environ.get(name, "").strip().lower() for name in (ENV_RECIPE, ENV_POLICY)}
+        return cls(read[ENV_RECIPE] or None, read[ENV_POLICY] or "exact")
+
+    def recipe_on(self, generation_name: str) -> str:
+        """The recipe on a TPU generation."""
+        return self.recipe or generation(generation_name).default_recipe

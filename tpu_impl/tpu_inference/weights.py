@@ -28,10 +28,10 @@ def _scale(tensor: torch.Tensor) -> np.ndarray:
 def moe_weights(
     w13: torch.Tensor,
     w2: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
     *,
-    block: bool,
+    block: bool = False,
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
     w13_input_scale: torch.Tensor | None = None,
@@ -40,10 +40,10 @@ def moe_weights(
     """Bind vLLM's parameters of one layer.
 
     Args:
-      w13: float8_e4m3fn ``[E, 2I, H]``.
-      w2: float8_e4m3fn ``[E, H, I]``.
-      w13_scale: ``[E, 2I, 1]`` (channel), ``[E, 2]`` or ``[E]`` (tensor), or block scales.
-      w2_scale: ``[E, H, 1]``, ``[E]``, or block scales.
+      w13: float8_e4m3fn ``[E, 2I, H]``; bfloat16 where there are no scales.
+      w2: ``[E, H, I]``, same dtype.
+      w13_scale: ``[E, 2I, 1]`` (channel), ``[E, 2]`` or ``[E]`` (tensor), or block scales; None for bfloat16.
+      w2_scale: ``[E, H, 1]``, ``[E]``, or block scales; None for bfloat16.
       block: scales are of [128, 128] blocks.
       w13_bias, w2_bias: ``[E, 2I]`` and ``[E, H]``.
       w13_input_scale, w2_input_scale: static activation scales ``[E]``.
@@ -51,24 +51,24 @@ def moe_weights(
     Raises:
       TypeError, ValueError: another dtype or shape, or a scale that is not positive and finite.
     """
+    dtype = torch.bfloat16 if w13_scale is None or w2_scale is None else torch.float8_e4m3fn
     for label, tensor in (("w13_weight", w13), ("w2_weight", w2)):
-        if tensor.dtype != torch.float8_e4m3fn:
-            raise TypeError(f"{label}: got {tensor.dtype}, want torch.float8_e4m3fn")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{label}: got {tensor.dtype}, want {dtype}")
+    biases = [None if b is None else _scale(b) for b in (w13_bias, w2_bias)]
+    if w13_scale is None or w2_scale is None:
+        return MoEWeights("bf16", to_numpy(w13), to_numpy(w2), w13_bias=biases[0], w2_bias=biases[1])
     s13, s2 = _scale(w13_scale), _scale(w2_scale)
     if block:
         scheme = "block"
     elif s13.ndim == 3 and s13.shape[2] == 1:
         scheme, s13, s2 = "channel", s13[..., 0], s2[..., 0]
     else:
-        scheme, s13 = "tensor", s13.reshape(w13.shape[0], -1)
-    static = None if w13_input_scale is None or w2_input_scale is None else (
+        scheme, s13, s2 = "tensor", s13.reshape(w13.shape[0], -1), s2.reshape(-1)
+    static = [None, None] if w13_input_scale is None or w2_input_scale is None else [
         _scale(w13_input_scale), _scale(w2_input_scale)
-    )
-    return MoEWeights(
-        scheme, to_numpy(w13), to_numpy(w2), s13, s2.reshape(-1) if scheme == "tensor" else s2,
-        None if w13_bias is None else _scale(w13_bias), None if w2_bias is None else _scale(w2_bias),
-        static[0] if static else None, static[1] if static else None,
-    )
+    ]
+    return MoEWeights(scheme, to_numpy(w13), to_numpy(w2), s13, s2, biases[0], biases[1], static[0], static[1])
 
 
 def requantize_per_channel(weights: MoEWeights) -> MoEWeights:

@@ -116,14 +116,15 @@ class _Kernel:
         pltpu.make_async_copy(got, got, self.r["gather_sem"].at[p]).wait()
 
     def stage_rows(self, v: jax.Array) -> None:
-        """Unpack (and quantise) the gathered rows into the dots' operand and clear their accumulators."""
+        """Unpack (and quantise) the gathered rows into the dots' operand; clear what several tiles add to."""
         spec, r = self.spec, self.r
         p = lax.rem(v, self.blocks.xbuf)
         half = spec.hidden // 2
 
         def block(i: jax.Array, _: None) -> None:
             rows = pl.ds(pl.multiple_of(i * ROW_BLOCK, ROW_BLOCK), ROW_BLOCK)
-            r["y"][rows, :] = jnp.zeros((ROW_BLOCK, spec.hidden), jnp.float32)
+            if spec.tiles > 1:
+                r["y"][rows, :] = jnp.zeros((ROW_BLOCK, spec.hidden), jnp.float32)
             if spec.dispatch == "ag_fp8":
                 self.unpack_block(p, i, rows)
                 return
@@ -259,7 +260,10 @@ class _Kernel:
                     out = out * scale
                 if spec.block_scales:
                     out = out * r["s2v"][slot, k // LANES : k // LANES + 1, n : n + w]
-                r["y"][rows, n : n + w] += out
+                if spec.tiles == 1 and k == 0:
+                    r["y"][rows, n : n + w] = out  # the only tile: nothing to add to
+                else:
+                    r["y"][rows, n : n + w] += out
 
     def by_height(self, v: jax.Array, body: Any) -> None:
         """Run `body(height)` for the smallest static height that covers the visit's rows."""

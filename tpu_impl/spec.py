@@ -8,7 +8,6 @@ memory model cannot drift from the allocation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 ROW_BLOCK = 32
 """Rows staged at a time; the sublane tile of 8-bit data."""
@@ -367,10 +366,3 @@ def vmem_bytes(spec: KernelSpec) -> int:
 def dma_semaphores(spec: KernelSpec) -> int:
     """DMA semaphores of a build."""
     return sum(buffer.shape[0] for buffer in scratch(spec) if buffer.space == "dma")
-
-
-def static_dict(spec: KernelSpec) -> dict[str, Any]:
-    """The build as plain values, for reports."""
-    from dataclasses import asdict
-
-    return asdict(spec)

@@ -419,8 +419,8 @@ class AdapterPool:
         options: dict[str, Any] = {"budget_bytes": self._left(), **overrides}
         try:
             layers = load_lora_adapter(adapter_dir, self.config, adapter_id=adapter_id, **options)
-        except (TypeError, ValueError, OSError) as error:
-            raise AdapterError(f"{who}: {error}") from error
+        except (TypeError, ValueError, OSError, MemoryError) as error:
+            raise AdapterError(f"{who}: {str(error) or type(error).__name__}") from error
         return self.load(layers, name=name)
 
     def _left(self) -> int | None:

@@ -8,10 +8,12 @@ names, then the entry appears. Two tables stand beside the matrices, for two kin
 - by slot (`AdapterMirror.batch`): the pool resolves a batch's ids under a lease, so the batch keeps the versions it
   began with in every layer;
 - by global id (`AdapterMirror.adapters`): ids that come from other ranks, or that a graph keeps in a buffer; the
-  newest version of an id is found, and an id that no slot holds is a base row.
+  newest version of an id is found, and an id that no slot holds is a base row. To have one version in every layer,
+  change adapters between such batches.
 
 Launches are asynchronous, so a lease may end before the kernels that it covers have run. `batch` therefore leaves an
-event on the batch's stream, and whatever the mirror writes waits for those events on the mirror's own stream.
+event on the batch's stream, and whatever the mirror writes waits for those events on the mirror's own stream; launch
+inside `batch`, whichever table the kernels read.
 """
 
 from __future__ import annotations
@@ -72,8 +74,7 @@ class _Lane:
 
     def send(self, target: torch.Tensor, staged: torch.Tensor) -> None:
         _copy(target, staged)
-        if self._stream is not None:
-            self._sent[self._turn] = self._stream.record_event()
+        self._sent[self._turn] = self.mark()
 
     def host(self, values: np.ndarray) -> torch.Tensor:
         """A copy of a small array, pinned where that matters; torch reuses it only after copies out of it are done."""
@@ -88,6 +89,10 @@ class _Lane:
         for event in events:
             assert self._stream is not None
             self._stream.wait_event(event)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after everything sent so far; None where nothing is asynchronous."""
+        return None if self._stream is None else self._stream.record_event()
 
     def finish(self) -> None:
         """Wait until everything has been written; raises what went wrong on the device."""
@@ -195,6 +200,7 @@ class AdapterMirror:
             self._slots["slot"][layer] = replace(one, slot_ids=self._tables[1])
         self._resident: dict[int, int] = {}  # slot to id, oldest first
         self._ended: dict[int, torch.cuda.Event] = {}  # stream to the end of its last batch
+        self._cleared: torch.cuda.Event | None = None
         self._ended_lock = threading.Lock()
         self._lock = threading.RLock()
         self._capturing = False
@@ -249,6 +255,9 @@ class AdapterMirror:
             unknown = [s for s in lease.metadata.active_slots if s not in self._resident]
             if unknown:
                 raise AdapterError(f"adapter_ids: slots {unknown} are not in this mirror; pool.subscribe(mirror) first")
+            if self._cleared is not None:
+                # Not on the host: an unload that returned may still be on its way to the tables.
+                torch.cuda.current_stream(self.device).wait_event(self._cleared)
             try:
                 yield Batch(lease, self._device_ids(lease.slots, out), self)
             finally:
@@ -378,6 +387,7 @@ class AdapterMirror:
         with self._lane.current():
             self._lane.wait_for(self._batches())
             self._publish()
+            self._cleared = self._lane.mark()
 
     def _checked(self, layers: Mapping[int, LoRAAdapter]) -> int:
         """The adapter's id."""

@@ -203,8 +203,8 @@ class EPLayer:
         """A host array on the mesh, split along its first dimension, which zeros pad to `experts`."""
         per_device = experts // self.ep
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
-            first = index[0].start or 0
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            first = (index[0].start or 0) if index else 0
             part = array[first : first + per_device]
             if len(part) == per_device:
                 return part

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "AdapterMirror": "adapter_mirror",
     "AdapterSlots": "prepare",
     "PreparedWeights": "prepare",
     "fused_moe": "moe",
@@ -17,9 +18,10 @@ _EXPORTS = {
     "prepare_weights": "prepare",
 }
 
-__all__ = ["AdapterSlots", "PreparedWeights", "fused_moe", "prepare_adapters", "prepare_weights"]
+__all__ = ["AdapterMirror", "AdapterSlots", "PreparedWeights", "fused_moe", "prepare_adapters", "prepare_weights"]
 
 if TYPE_CHECKING:
+    from .adapter_mirror import AdapterMirror
     from .moe import fused_moe
     from .prepare import AdapterSlots, PreparedWeights, prepare_adapters, prepare_weights
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 _LAZY = {
+    "AdapterMirror": "adapter_mirror",
     "fused_moe_ep": "ep_moe",
     "EPBuild": "ep_moe",
     "PallasEPExecutor": "executor",

@@ -28,7 +28,7 @@ KERNEL_NAME = "isomoe_expert_kernel"
 TIMEOUT_S = 600.0
 
 _GENERATION_OF = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x", "v7x": "v7x"}
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 # Variables that would make libtpu look for this machine's own TPU.
 _DROPPED = ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -112,6 +112,45 @@ def aot_compile(
       ValueError: a bad argument, or a layer no tile size fits.
       RuntimeError: jax or libtpu is missing, or the compiler refused; the message is the compiler's.
     """
+    request, spec = plan_request(
+        topology, config, num_tokens, scheme=scheme, max_loras=max_loras, max_lora_rank=max_lora_rank, recipe=recipe,
+        transport=transport, dispatch=dispatch,
+    )
+    (gen, grid), blocks = split_topology(topology), spec.blocks
+    rows = max(1, round(num_tokens * config.experts_per_token / config.num_experts))
+    height = next((r for r in blocks.rungs if r >= rows), blocks.rows)
+    with tempfile.TemporaryDirectory(prefix="isomoe-aot-") as folder:
+        layer = _worker({**request, "what": "layer"}, None)
+        kernel = None
+        if schedule:
+            flat = replace(blocks, rows=height, rungs=(height,), stage=_stage_within(blocks.stage, height))
+            _worker({**request, "what": "kernel", "blocks": repr(flat)}, Path(folder))
+            kernel = read_schedule(Path(folder), KERNEL_NAME)
+            flat_spec = replace(spec, blocks=flat)
+    loops: tuple[dict[str, Any], ...] = ()
+    model: dict[str, float] = {}
+    if kernel is not None:
+        loops = _name_loops(flat_spec, kernel, rows)
+        model = model_us(gen, grid, flat_spec, config, num_tokens, loops)
+    return AotReport(
+        topology, gen.name, spec.ep, spec.recipe, layer["compile_s"], layer["code_bytes"], layer["temp_bytes"],
+        scratch_bytes(spec), blocks, loops, height, model,
+    )
+
+
+def plan_request(
+    topology: str,
+    config: FusedMoEConfig,
+    num_tokens: int,
+    *,
+    scheme: str,
+    max_loras: int = 0,
+    max_lora_rank: int = 0,
+    recipe: str | None = None,
+    transport: str = "push_bf16",
+    dispatch: str = "ag_bf16",
+) -> tuple[dict[str, Any], KernelSpec]:
+    """What a worker is asked (without ``what``) and the kernel build that is meant; arguments as `aot_compile`'s."""
     gen, grid = split_topology(topology)
     recipe = recipe or ("bf16" if scheme == "bf16" else gen.default_recipe)
     devices = gen.cores_per_chip
@@ -130,31 +169,12 @@ def aot_compile(
         config, num_tokens, blocks, ep=ep, scheme=scheme, recipe=recipe, lora=lora, transport=transport,
         dispatch=dispatch,
     )
-    request = {
+    return {
         "topology": topology, "generation": gen.name, "devices": devices, "ep": ep, "tokens": num_tokens,
         "config": repr(config), "scheme": scheme, "recipe": recipe, "transport": transport, "dispatch": dispatch,
         "blocks": repr(blocks),
         "lora": repr(lora),
-    }
-    rows = max(1, round(num_tokens * config.experts_per_token / config.num_experts))
-    height = next((r for r in blocks.rungs if r >= rows), blocks.rows)
-    with tempfile.TemporaryDirectory(prefix="isomoe-aot-") as folder:
-        layer = _worker({**request, "what": "layer"}, None)
-        kernel = None
-        if schedule:
-            flat = replace(blocks, rows=height, rungs=(height,), stage=_stage_within(blocks.stage, height))
-            _worker({**request, "what": "kernel", "blocks": repr(flat)}, Path(folder))
-            kernel = read_schedule(Path(folder), KERNEL_NAME)
-            flat_spec = replace(spec, blocks=flat)
-    loops: tuple[dict[str, Any], ...] = ()
-    model: dict[str, float] = {}
-    if kernel is not None:
-        loops = _name_loops(flat_spec, kernel, rows)
-        model = model_us(gen, grid, flat_spec, config, num_tokens, loops)
-    return AotReport(
-        topology, gen.name, ep, recipe, layer["compile_s"], layer["code_bytes"], layer["temp_bytes"],
-        scratch_bytes(spec), blocks, loops, height, model,
-    )
+    }, spec
 
 
 def _stage_within(stage: int, height: int) -> int:
@@ -163,7 +183,7 @@ def _stage_within(stage: int, height: int) -> int:
 
 def _worker(request: dict[str, Any], dump: Path | None) -> dict[str, Any]:
     """Run one compilation in its own process."""
-    env = {k: v for k, v in os.environ.items() if k not in _DROPPED} | _ENVIRONMENT
+    env = {k: v for k, v in os.environ.items() if k not in _DROPPED} | ENVIRONMENT
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     if dump is not None:
         env["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"

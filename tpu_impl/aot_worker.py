@@ -80,8 +80,8 @@ def _lower_kernel(build: EPBuild, tokens: int) -> Any:
     )
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Compile what is asked for: seconds and sizes, or the compiler's refusal under ``error``."""
     try:
         build = _build(request)
         start = time.perf_counter()
@@ -89,14 +89,17 @@ def main() -> None:
         compiled = lower(build, request["tokens"]).compile()
         seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
-        answer: dict[str, Any] = {
-            "compile_s": round(seconds, 2),
-            "code_bytes": int(memory.generated_code_size_in_bytes),
-            "temp_bytes": int(memory.temp_size_in_bytes),
-        }
-    except Exception as error:  # the parent raises it again, with the compiler's words
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(answer), flush=True)
+    except Exception as error:  # whoever asked raises it again, with the compiler's words
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "compile_s": round(seconds, 2),
+        "code_bytes": int(memory.generated_code_size_in_bytes),
+        "temp_bytes": int(memory.temp_size_in_bytes),
+    }
+
+
+def main() -> None:
+    print(json.dumps(answer(json.load(sys.stdin))), flush=True)
 
 
 if __name__ == "__main__":

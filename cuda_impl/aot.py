@@ -27,7 +27,7 @@ from ..common.checks import check_choice
 from ..common.config import FusedMoEConfig
 from ..common.recipes import default_recipe
 
-CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
 
 @dataclass(frozen=True)

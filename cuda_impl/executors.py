@@ -33,8 +33,8 @@ def _state() -> tuple[str, str]:
     if not torch.cuda.is_available():
         return "unavailable", "no CUDA device, and TRITON_INTERPRET=0 forbids the interpreter"
     major, minor = torch.cuda.get_device_capability()
-    if (major, minor) < (8, 0):
-        return "unavailable", f"the device has compute capability {major}.{minor}, Triton kernels need 8.0"
+    if (major, minor) < (7, 5):
+        return "unavailable", f"the device has compute capability {major}.{minor}, the kernels need 7.5"
     return "native", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
 
 

@@ -25,7 +25,7 @@ from isomoe.common.weights import LoRAAdapter, MoEWeights, quantize_moe_weights
 from isomoe.cuda_impl import AdapterSlots, fused_moe, prepare_adapters, prepare_weights
 from isomoe.cuda_impl._runtime import INTERPRETED, Target
 from isomoe.cuda_impl.align import slots_of_tokens
-from isomoe.cuda_impl.prepare import to_torch
+from isomoe.cuda_impl.prepare import PreparedWeights, to_torch
 from isomoe.cuda_impl.quantize import quantize_rows
 from isomoe.cuda_impl.route import CallShape, pad_rank, why_not_hopper
 
@@ -415,3 +415,31 @@ def test_missing_framework_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPa
     for cls in (TritonExecutor, MarlinExecutor):
         info = cls.info()
         assert info.state == "unavailable" and "triton is not installed" in info.reason and info.recipes == ()
+
+
+def test_weights_past_two_gib() -> None:
+    """The last of 1,100 experts lies 2.3e9 bytes into w13: 32-bit offsets would read elsewhere. Other pages stay
+    untouched, so they cost no memory."""
+    experts, hidden, inter = 1100, 1024, 1024
+    rng = np.random.default_rng(0)
+    one = prepare_weights(
+        quantize_moe_weights(
+            _normal(rng, 1, 2 * inter, hidden, fan=hidden), _normal(rng, 1, hidden, inter, fan=inter), "channel"
+        ),
+        DEVICE,
+    )
+
+    def spread(t: torch.Tensor) -> torch.Tensor:
+        wide = torch.empty((experts, *t.shape[1:]), dtype=t.dtype, device=DEVICE)
+        wide[-1] = t[0]
+        return wide
+
+    parts = (one.w13, one.w2, one.w13_scale, one.w2_scale)
+    many = PreparedWeights(*(spread(t) for t in parts if t is not None))
+    assert many.w13.numel() > 2**31
+    x = to_torch(rng.standard_normal((2, hidden)).astype(BF16), DEVICE)
+    tw = torch.ones((2, 1), device=DEVICE)
+    ids = torch.zeros((2, 1), dtype=torch.int32, device=DEVICE)
+    recipe = default_recipe("w8a8", "channel")
+    want = fused_moe(x, tw, ids, one, recipe=recipe)
+    assert torch.equal(fused_moe(x, tw, ids + experts - 1, many, recipe=recipe), want)

@@ -51,10 +51,8 @@ def register() -> None:
             from tpu_inference.logger import init_logger
 
             from .tpu_inference.configs import register_configs
-            from .tpu_inference.lora import register_lora
 
-            names = register_configs()
-            register_lora()
+            names = [*register_configs(), *_register_lora()]
         except Exception as error:  # a plugin must not take the server down
             logger.warning(
                 "isomoe: not registered with tpu-inference: %s: %s", type(error).__name__, error, exc_info=True
@@ -62,6 +60,18 @@ def register() -> None:
             return
         _registered = True
         init_logger(__name__).info("isomoe: registered with tpu-inference for %s", ", ".join(names))
+
+
+def _register_lora() -> tuple[str, ...]:
+    """Expert LoRA reaches into more of vLLM than the rest; without it the rest still serves."""
+    try:
+        from .tpu_inference.lora import register_lora
+
+        register_lora()
+    except Exception as error:  # as in `register`
+        logger.warning("isomoe: no expert LoRA under tpu-inference: %s: %s", type(error).__name__, error, exc_info=True)
+        return ()
+    return ("expert LoRA",)
 
 
 def is_registered() -> bool:

@@ -211,7 +211,10 @@ def test_constructors_give_none_for_any_explicit_backend(
 
 
 def test_the_plugin_leaves_vllms_modules_as_they_are() -> None:
-    """Nobody else's selector, constructor or method is replaced; in a process where no other plugin ran."""
+    """Nobody else's selector, constructor or method is replaced; in a process where no other plugin ran.
+
+    Nor does registering start jax: vLLM's API server registers as well, and the TPU belongs to the engine's process.
+    """
     code = """
 import vllm.model_executor.layers.quantization.fp8 as fp8
 import vllm.model_executor.layers.fused_moe.oracle.fp8 as oracle
@@ -221,6 +224,8 @@ from isomoe.tpu_impl.tpu_inference_plugin import is_registered, register
 register()
 assert is_registered()
 after = [dict(vars(m)) for m in (fp8, oracle, tpu_fp8)]
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
 print([k for b, a in zip(before, after) for k in a if a[k] is not b.get(k)])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)

@@ -57,8 +57,27 @@ def test_a_failure_is_one_warning(
     ]
 
 
+def test_without_expert_lora_the_rest_registers(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from isomoe.tpu_impl.tpu_inference import lora
+
+    def fail() -> None:
+        raise ImportError("moved upstream")
+
+    monkeypatch.setattr(lora, "register_lora", fail)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert plugin.is_registered()
+    assert [r.message for r in caplog.records] == [
+        "isomoe: no expert LoRA under tpu-inference: ImportError: moved upstream"
+    ]
+
+
 def test_registering_again_changes_nothing(registered: None) -> None:
+    """Also when tpu-inference's own plugin runs after this one."""
     import vllm.lora.utils as lora_utils
+    from tpu_inference.layers.vllm import register_layers
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     from isomoe.tpu_impl.tpu_inference import configs
@@ -67,6 +86,7 @@ def test_registering_again_changes_nothing(registered: None) -> None:
 
     register()
     register_lora()
+    register_layers()
     assert get_quantization_config("fp8") is configs.EPFp8Config
     assert get_quantization_config("compressed-tensors") is configs.EPCompressedTensorsConfig
     mine = [c for c in lora_utils._all_lora_classes if c.__module__.startswith("isomoe")]

@@ -153,11 +153,14 @@ def launch(
     num_stages: int = 3,
     **constexprs: Any,
 ) -> None:
-    """Run `kernel` over `grid`; `arguments` are its runtime parameters by name, in its order."""
+    """Run `kernel` over `grid` on its tensors' device; `arguments` are its runtime parameters by name."""
     if _recorder is not None:
         _recorder.launches.append(Launch(kernel, grid, dict(arguments), constexprs, num_warps, num_stages))
         return
-    kernel[grid](**arguments, **constexprs, num_warps=num_warps, num_stages=num_stages)
+    device = next(a.device for a in arguments.values() if isinstance(a, torch.Tensor))
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+        kernel[grid](**arguments, **constexprs, num_warps=num_warps, num_stages=num_stages)
 
 
 def batch_invariant() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper kernels compile for sm_90 at production shapes, use the tensor core's warpgroup instructions and do not spill.
+"""The Hopper kernels compile for sm_90 at production shapes, use warpgroup tensor instructions and do not spill.
 
 No GPU is needed. Each group runs in a process of its own, because Triton's driver is replaced there and because the
 other tests may have Triton's interpreter switched on.

@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from isomoe.cuda_impl.hopper import hopper_fused_moe, prepare_adapters, prepare_weights
-from isomoe.cuda_impl.hopper.regime import DECODE16, DECODE32, ONE_TOKEN, PREFILL, Regime, choose
+from isomoe.cuda_impl.hopper import hopper_fused_moe, prepare_adapters, prepare_weights  # noqa: E402
+from isomoe.cuda_impl.hopper.regime import DECODE16, DECODE32, ONE_TOKEN, PREFILL, Regime, choose  # noqa: E402
 
 E, I, H, K = 4, 256, 384, 2
 F8, BF = torch.float8_e4m3fn, torch.bfloat16

@@ -3,9 +3,9 @@
 
 A unit is at most TOKENS rows of one expert times 128 weight rows (for w13 128 gate rows and the 128 up rows that
 belong to them). One persistent program a multiprocessor; one TMA warp keeps a deep ring of weight tiles in flight; two
-consumer warpgroups take units in turn, so that one's epilogue hides behind the other's main loop. The turn is handed on by
-a pair of barriers once a unit's last stage has arrived: without them a consumer could wait for a stage more than one
-turn of the ring ahead, and the barrier's single parity bit would let it through early.
+consumer warpgroups take units in turn, so that one's epilogue hides behind the other's main loop. The turn is handed
+on by a pair of barriers once a unit's last stage has arrived: without them a consumer could wait for a stage more than
+one turn of the ring ahead, and the barrier's single parity bit would let it through early.
 
 With W8A16 the activations are fp16 (each row scaled by a power of two, so exactly what they were in bf16) and the
 weights are widened to fp16 in registers: e4m3 to fp16 is one instruction for two weights, to bf16 it is four.
@@ -149,7 +149,7 @@ def _add_lora(
     zero = gl.zeros([128, TOKENS], gl.float32, MMA)
     for j in range(nseg):
         mine = (col_slot == gl.load(seg_slot_ptr + seg0 + j))[None, :]
-        for c in gl.static_range(RANK // CHUNK):
+        for _ in gl.static_range(RANK // CHUNK):
             b, b_hi, s = _lora_views(w_bufs, x_bufs, slot, lora_layout, shrunk_layout, HALVES, TOKENS, CHUNK)
             mbarrier.wait(full.index(slot), phase)
             d = warpgroup_mma(b, s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)

@@ -122,9 +122,8 @@ def _prologue_kernel(
                     at = my_slot.to(tl.int64) * A_EXPERTS
                     if A_EXPERTS > 1:
                         at += my_expert
-                    _shrink_row(
-                        x_ptr + token.to(tl.int64) * H, a_ptr + at * R * H, shrunk_ptr + row.to(tl.int64) * R, H, R, BR, BD
-                    )  # fmt: skip
+                    out = shrunk_ptr + row.to(tl.int64) * R
+                    _shrink_row(x_ptr + token.to(tl.int64) * H, a_ptr + at * R * H, out, H, R, BR, BD)
 
 
 @triton.jit
@@ -161,9 +160,8 @@ def _hidden_kernel(
                 at = slot.to(tl.int64) * A_EXPERTS
                 if A_EXPERTS > 1:
                     at += tl.load(row_expert_ptr + row)
-                _shrink_row(
-                    h_ptr + row.to(tl.int64) * N, a_ptr + at * R * N, shrunk_ptr + row.to(tl.int64) * R, N, R, BR, BD
-                )  # fmt: skip
+                out = shrunk_ptr + row.to(tl.int64) * R
+                _shrink_row(h_ptr + row.to(tl.int64) * N, a_ptr + at * R * N, out, N, R, BR, BD)
 
 
 def _rank_tile(rows: int, ranks: int, d: int) -> dict[str, int]:
@@ -265,7 +263,7 @@ def prologue(
 def hidden_rows(
     h: torch.Tensor, plan: RowPlan, *, mode: str, a2: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Quantise bf16 ``h [rows, N]`` as `mode` says ("none": not at all), and shrink its adapter rows by ``a2 [S, E, r, N]``.
+    """Encode bf16 ``h [rows, N]`` as `mode` says ("none": not at all); shrink adapter rows by ``a2 [S, E, r, N]``.
 
     Returns:
       codes, scales (None for "none") and shrink products ``[rows, r]`` (None without `a2`).

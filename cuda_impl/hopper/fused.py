@@ -19,7 +19,7 @@ from .shrink import shrink
 ACTIVATIONS = ("silu", "gelu_tanh", "swigluoai")
 RANKS = (16, 32, 64, 128)
 RECIPES = ("w8a8", "w8a16")
-# Up to here every program of the first decode launch finds its own row; the scan is quadratic, so then a sort is better.
+# Up to here every program of the first decode launch finds its own row; the scan is quadratic, so a sort wins later.
 # One program of that launch holds the histogram over (expert, slot) bins in registers.
 SCAN_PAIRS = 2048
 SCAN_BINS = 4096
@@ -209,22 +209,24 @@ def _sorted_rows(call: _Call, align: int, tile: int):
 
 def _prefill(call: _Call) -> None:
     """Sort, permute and quantise, w13, w2, combine; every launch reads its extent from the plan on the device."""
-    weights = call.weights
+    weights, pairs = call.weights, call.topk_ids.numel()
     plan, xq, xs, s13 = _sorted_rows(call, ROW_ALIGN, TILE_ROWS)
+    # Block scales: w13 quantises its own result, and the bf16 rows are needed only where adapters read them.
     hidden = None if call.block and call.adapters is None else call.bf16(plan.rows, call.hidden)
-    hq, hs = call.quantised_hidden(plan.rows) if call.block else (None, None)
+    coded = call.quantised_hidden(plan.rows) if call.block else None
     grouped_gemm(
         xq, xs, weights.w13, weights.w13_scale, plan, block=call.block, activation=weights.activation, out=hidden,
-        q=hq, q_scale=hs, lora_b=call.lora("b13"), shrunk=s13,
+        q=coded[0] if coded else None, q_scale=coded[1] if coded else None, lora_b=call.lora("b13"), shrunk=s13,
     )  # fmt: skip
     s2 = None
-    if call.adapters is not None:
-        s2 = shrink(hidden, call.adapters.a2, plan, call.topk_ids.numel(), gather=False, experts=call.experts)
-    if not call.block:
-        hq, hs = quantize_rows(hidden, plan)
+    if call.adapters is not None and hidden is not None:
+        s2 = shrink(hidden, call.adapters.a2, plan, pairs, gather=False, experts=call.experts)
+    if coded is None:
+        assert hidden is not None
+        coded = quantize_rows(hidden, plan)
     rows = call.bf16(plan.rows, call.x.shape[1])
     grouped_gemm(
-        hq, hs, weights.w2, weights.w2_scale, plan, block=call.block, activation=None, out=rows,
+        *coded, weights.w2, weights.w2_scale, plan, block=call.block, activation=None, out=rows,
         lora_b=call.lora("b2"), shrunk=s2,
     )  # fmt: skip
     combine(rows, call.topk_weights, plan.pos, call.out)
@@ -232,8 +234,7 @@ def _prefill(call: _Call) -> None:
 
 def _decode(call: _Call, unit: int) -> None:
     """Four launches (five where hidden rows need a pass of their own), each started before the one ahead has ended."""
-    weights = call.weights
-    pairs = call.topk_ids.numel()
+    weights, pairs = call.weights, call.topk_ids.numel()
     scan = pairs <= SCAN_PAIRS and call.experts * (call.num_slots + 1) <= SCAN_BINS
     if scan:
         plan, xq, xs, s13 = prologue(
@@ -244,26 +245,28 @@ def _decode(call: _Call, unit: int) -> None:
         plan, xq, xs, s13 = _sorted_rows(call, 1, unit)
     fused = call.block and not call.a16
     hidden = None if fused and call.adapters is None else call.bf16(plan.rows, call.hidden)
-    hq, hs = call.quantised_hidden(plan.rows) if fused else (None, None)
+    coded = call.quantised_hidden(plan.rows) if fused else None
     decode_gemm(
         xq, xs, weights.w13, weights.w13_scale, plan, block=call.block, activation=weights.activation, tokens=unit,
-        out=hidden, q=hq, q_scale=hs, lora_b=call.lora("b13"), shrunk=s13,
+        out=hidden, q=coded[0] if coded else None, q_scale=coded[1] if coded else None, lora_b=call.lora("b13"),
+        shrunk=s13,
     )  # fmt: skip
     s2 = None
-    early = True
     if hidden is not None:
-        mode = "none" if fused else call.mode
-        if scan or call.adapters is None:
-            codes, scales, s2 = hidden_rows(hidden, plan, mode=mode, a2=call.lora("a2"))
-        else:
-            s2 = shrink(hidden, call.adapters.a2, plan, pairs, gather=False, experts=call.experts)
-            codes, scales, _ = hidden_rows(hidden, plan, mode=mode) if not fused else (None, None, None)
-        if not fused:
-            hq, hs = codes, scales
+        a2 = call.lora("a2")
+        if a2 is not None and not scan:
+            s2 = shrink(hidden, a2, plan, pairs, gather=False, experts=call.experts)
+            a2 = None
+        if coded is None or a2 is not None:
+            q, scale, shrunk = hidden_rows(hidden, plan, mode="none" if coded else call.mode, a2=a2)
+            s2 = shrunk if a2 is not None else s2
+            if q is not None and scale is not None:
+                coded = q, scale
+    assert coded is not None
     rows = call.bf16(plan.rows, call.x.shape[1])
     decode_gemm(
-        hq, hs, weights.w2, weights.w2_scale, plan, block=call.block, activation=None, tokens=unit, out=rows,
-        lora_b=call.lora("b2"), shrunk=s2, early=early,
+        *coded, weights.w2, weights.w2_scale, plan, block=call.block, activation=None, tokens=unit, out=rows,
+        lora_b=call.lora("b2"), shrunk=s2, early=True,
     )  # fmt: skip
     combine(rows, call.topk_weights, plan.pos, call.out, pdl=True)
 

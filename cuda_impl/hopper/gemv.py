@@ -382,7 +382,7 @@ def _w2_loop_kernel(
     ROWS: tl.constexpr,
     GROUPS_P: tl.constexpr,
 ):
-    """As `_w2_kernel` where all pairs' rows do not fit in registers, or few pairs are held here: one after the other."""
+    """As `_w2_kernel`, one pair after the other: where the rows of all pairs do not fit in registers."""
     gdc_launch_dependents()
     pairs = tl.arange(0, K_P)
     experts = _local_expert(ids_ptr, map_ptr, pairs, pairs < K, global_experts, E, HAS_MAP)
@@ -483,7 +483,8 @@ def one_token(
     )  # fmt: skip
     s2 = shrunk(hidden, lora[2], False) if lora is not None else x
     (_w2_kernel if tile["together"] else _w2_loop_kernel)[(triton.cdiv(h, tile["w2_rows"]),)](
-        hidden, w2, w2_scale, topk_ids, emap, slot, lora[3] if lora is not None else x, s2, topk_weights, out, scratch, globally,
+        hidden, w2, w2_scale, topk_ids, emap, slot, lora[3] if lora is not None else x, s2, topk_weights, out,
+        scratch, globally,
         I=i, H=h, K=k, K_P=triton.next_power_of_2(k), BLOCK=block, MODE=mode, RANK=rank,
         B_EXPERTS=lora[3].shape[1] if lora is not None else 1, ROWS=tile["w2_rows"],
         GROUPS_P=triton.next_power_of_2(triton.cdiv(i, 128)), **common, num_warps=tile["w2_warps"], launch_pdl=True,

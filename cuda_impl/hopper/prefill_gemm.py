@@ -396,7 +396,9 @@ def _consumer(
                 )  # fmt: skip
                 if not BLOCK:
                     # The scales come after the loop, so they are taken out here first.
-                    sa, s_lo, s_hi = _channel_scales(a_scale_ptr, b_scale_ptr, row0, expert, n0, HALF, GATED, RANK > 0, N)
+                    sa, s_lo, s_hi = _channel_scales(
+                        a_scale_ptr, b_scale_ptr, row0, expert, n0, HALF, GATED, RANK > 0, N
+                    )
                     sa = reciprocal(sa)[:, None]
                     lo = lo * sa * reciprocal(s_lo)[None, :]
                     hi = hi * sa * reciprocal(s_hi)[None, :]

@@ -229,7 +229,7 @@ def _slots_kernel(ids_ptr, slot_ids_ptr, out_ptr, tokens, SLOTS: tl.constexpr, S
 
 
 def slots_of(adapter_ids: torch.Tensor, slot_ids: torch.Tensor) -> torch.Tensor:
-    """Slot of each token's adapter, int32 ``[T]``: where ``slot_ids [S]`` holds the (global) id, -1 for base or unknown."""
+    """Slot of each token's adapter, int32 ``[T]``: where ``slot_ids [S]`` holds its id, -1 for base or unknown ids."""
     out = torch.empty(adapter_ids.shape, dtype=torch.int32, device=adapter_ids.device)
     slots = slot_ids.shape[0]
     _slots_kernel[(triton.cdiv(adapter_ids.shape[0], 256),)](

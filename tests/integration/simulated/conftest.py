@@ -52,12 +52,13 @@ def build(world: Any) -> Callable[..., Any]:
 
     def make(quant_config: Any, *, lora: Any = None, hidden: int = 256, inter: int = 128, experts: int = 8,
              top_k: int = 2, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:  # fmt: skip
-        from vllm.model_executor.layers.fused_moe import FusedMoE
+        from vllm.model_executor.layers import fused_moe
 
+        factory = getattr(fused_moe, "FusedMoE", None) or fused_moe.FusedMoEFactory
         quant_config.packed_modules_mapping = {}
         world.lora_config = lora
         try:
-            return FusedMoE(
+            return factory(
                 num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inter,
                 params_dtype=dtype, quant_config=quant_config, prefix=next(_prefixes), **options,
             )

@@ -58,6 +58,7 @@ for _module in (
     "model_executor.layers.fused_moe",
     "model_executor.layers.quantization.fp8",
     "model_executor.layers.quantization.modelopt",
+    "model_executor.layers.quantization.online.fp8",
     "model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "lora.layers",
 ):

@@ -60,7 +60,9 @@ def run(minutes: float, first: int) -> dict[str, Any]:
         try:
             while time.monotonic() < deadline:
                 if not ours.poll(STALL_SECONDS):
-                    findings.append({"source": current and current[0], "seed": current and current[1], "problem": "hangs"})
+                    findings.append(
+                        {"source": current and current[0], "seed": current and current[1], "problem": "hangs"}
+                    )
                     break
                 kind, *rest = ours.recv()
                 if kind == "start":
@@ -73,15 +75,26 @@ def run(minutes: float, first: int) -> dict[str, Any]:
                     findings.append(outcome)
         except EOFError:
             process.join(5)
-            findings.append({"source": current and current[0], "seed": current and current[1],
-                             "problem": f"the process died (exit code {process.exitcode})"})
+            findings.append(
+                {
+                    "source": current and current[0],
+                    "seed": current and current[1],
+                    "problem": f"the process died (exit code {process.exitcode})",
+                }
+            )
         finally:
             process.kill()
             process.join(5)
             shutil.rmtree(root, ignore_errors=True)
         seed = (current[1] if current else seed) + 1
-    return {"cases": sum(counts.values()), "outcomes": dict(counts), "slowest_s": round(slowest, 3),
-            "largest_peak_bytes": largest, "next_seed": seed, "findings": findings}
+    return {
+        "cases": sum(counts.values()),
+        "outcomes": dict(counts),
+        "slowest_s": round(slowest, 3),
+        "largest_peak_bytes": largest,
+        "next_seed": seed,
+        "findings": findings,
+    }
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`isomoe conform` and `isomoe golden`: the conformance matrix on any executor, and packs that carry it between hosts."""
+"""`isomoe conform` and `isomoe golden`: the conformance matrix on any executor, and golden packs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 FINDINGS = 1
 _STYLES = {"pass": "green", "fail": "bold red", "error": "bold red", "not served": "dim", "unavailable": "dim"}
 
-golden_app = typer.Typer(no_args_is_help=True, help="Write and check golden packs: inputs, recipe, result and stages.")
+golden_app = typer.Typer(
+    no_args_is_help=True, help="Write and check golden packs: inputs, recipe, result and stages."
+)
 
 
 def mount(app: typer.Typer) -> None:
@@ -39,9 +41,13 @@ def conform(
     executor: Annotated[str, typer.Argument(help="A registered name, or package.module:Class.")],
     golden: Annotated[str | None, typer.Option(help="Also hold the executor to this golden pack.")] = None,
     report: Annotated[str | None, typer.Option(help="Folder for conform.json and conform.html.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A first answer: each recipe and invariant once.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A first answer: each recipe and invariant once.")
+    ] = False,
     full: Annotated[bool, typer.Option("--full", help="Axes crossed, token counts about tile sizes.")] = False,
-    production: Annotated[bool, typer.Option("--production", help="Real layer sizes too; native runs only.")] = False,
+    production: Annotated[
+        bool, typer.Option("--production", help="Real layer sizes too; native runs only.")
+    ] = False,
 ) -> None:
     """Run the conformance matrix on an executor: parity, invariants, adapters, expert parallelism.
 
@@ -61,7 +67,9 @@ def conform(
         if subject.info.state == "unavailable":
             raise ValueError(f"EXECUTOR: {subject.name} is unavailable here: {subject.info.reason}")
         if production and subject.info.state != "native":
-            raise ValueError(f"--production: got it with {subject.name}, which is {subject.info.state} here, not native")
+            raise ValueError(
+                f"--production: got it with {subject.name}, which is {subject.info.state} here, not native"
+            )
         level = "quick" if quick else "full" if full else "standard"
         cells = list(plan(subject, level, production=production))
         results = []
@@ -99,7 +107,11 @@ def _with_stage(result: CheckResult, stages: dict[tuple[str, str], str]) -> Chec
     if result.verdict != "fail":
         return result
     # Checks of bits have no stage: both runs are the executor's own.
-    return replace(result, stage=stages[_kind(result)]) if result.check in ("parity", "expert_parallel") else result
+    return (
+        replace(result, stage=stages[_kind(result)])
+        if result.check in ("parity", "expert_parallel")
+        else result
+    )
 
 
 def _tightest(result: CheckResult) -> str:
@@ -118,7 +130,10 @@ def _summary(results: Sequence[CheckResult]) -> list[tuple[str, Counter[str], st
     for check in dict.fromkeys(r.check for r in results):
         mine = [r for r in results if r.check == check]
         worst = next((r for r in mine if not r.ok), None) or max(
-            mine, key=lambda r: max((f.value / f.bound for f in r.figures if f.sense == "<=" and f.bound > 0), default=0)
+            mine,
+            key=lambda r: max(
+                (f.value / f.bound for f in r.figures if f.sense == "<=" and f.bound > 0), default=0
+            ),
         )
         out.append((check, Counter(r.verdict for r in mine), _tightest(worst), sum(r.seconds for r in mine)))
     return out
@@ -137,7 +152,9 @@ def _show(subject: Subject, results: Sequence[CheckResult], pack: Sequence[dict[
     out.print(shared.table(title, ("check", *numeric[:4], "nearest its bound", "s"), rows, numeric=numeric))
     bad = [r for r in results if not r.ok]
     if bad:
-        found = [(r.check, r.case, f"[{_STYLES[r.verdict]}]{r.verdict}[/]", r.stage or "-", r.reason) for r in bad]
+        found = [
+            (r.check, r.case, f"[{_STYLES[r.verdict]}]{r.verdict}[/]", r.stage or "-", r.reason) for r in bad
+        ]
         out.print(shared.table("Findings", ("check", "case", "verdict", "parts at", "reason"), found))
     if pack:
         _show_pack(out, pack)
@@ -147,8 +164,13 @@ def _show_pack(out: Any, pack: Sequence[dict[str, Any]]) -> None:
     from . import report as shared
 
     rows = [
-        (r["case"], f"[{_STYLES[r['verdict']]}]{r['verdict']}[/]", "-" if r["rel_l2"] is None else f"{r['rel_l2']:.2e}",
-         r["stage"] or "-", r["reason"])
+        (
+            r["case"],
+            f"[{_STYLES[r['verdict']]}]{r['verdict']}[/]",
+            "-" if r["rel_l2"] is None else f"{r['rel_l2']:.2e}",
+            r["stage"] or "-",
+            r["reason"],
+        )
         for r in pack
     ]
     columns = ("case", "verdict", "relative L2", "parts at", "reason")
@@ -163,12 +185,18 @@ def report_data(
 
     return {
         "schema_version": 1,
-        "executor": {"name": subject.name, "state": subject.info.state, "reason": subject.info.reason,
-                     "recipes": list(subject.support.recipes), "schemes": list(subject.support.schemes)},
+        "executor": {
+            "name": subject.name,
+            "state": subject.info.state,
+            "reason": subject.info.reason,
+            "recipes": list(subject.support.recipes),
+            "schemes": list(subject.support.schemes),
+        },
         "level": level,
         "tolerances": {
             name: {"bound": value.bound, "reason": value.reason}
-            for name, value in vars(tolerances).items() if isinstance(value, tolerances.Tolerance)
+            for name, value in vars(tolerances).items()
+            if isinstance(value, tolerances.Tolerance)
         },
         "counts": dict(Counter(r.verdict for r in results)),
         "results": [r.as_dict() for r in results],
@@ -213,7 +241,9 @@ def _picture(results: Sequence[CheckResult]) -> str:
     axis.set_xlim(1e-3, 1e2)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("figure / bound (left of the dashed line passes; 0.001 or less at the left edge)", fontsize=9)
+    axis.set_xlabel(
+        "figure / bound (left of the dashed line passes; 0.001 or less at the left edge)", fontsize=9
+    )
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
@@ -239,7 +269,10 @@ def _verdict(verdict: str) -> str:
 
 
 def _html(
-    data: dict[str, Any], results: Sequence[CheckResult], pack: Sequence[dict[str, Any]], pictures: Sequence[str]
+    data: dict[str, Any],
+    results: Sequence[CheckResult],
+    pack: Sequence[dict[str, Any]],
+    pictures: Sequence[str],
 ) -> str:
     who = data["executor"]
     counts = ", ".join(f"{n} {html.escape(v)}" for v, n in data["counts"].items())
@@ -263,13 +296,17 @@ def _html(
         parts.append("</table>")
     parts += [f'<img alt="figures against bounds" src="data:image/png;base64,{p}">' for p in pictures]
     if pack:
-        parts.append("<h2>Golden pack</h2><table><tr><th>case<th>verdict<th>relative L2<th>parts at<th>reason</tr>")
+        parts.append(
+            "<h2>Golden pack</h2><table><tr><th>case<th>verdict<th>relative L2<th>parts at<th>reason</tr>"
+        )
         for p in pack:
             error = "" if p["rel_l2"] is None else f"{p['rel_l2']:.2e}"
             row = f"{_cell(p['case'])}{_verdict(p['verdict'])}{_cell(error)}{_cell(p['stage'])}{_cell(p['reason'])}"
             parts.append(f"<tr>{row}</tr>")
         parts.append("</table>")
-    parts.append("<details><summary>Every check and case</summary><table><tr><th>check<th>case<th>verdict<th>figures</tr>")
+    parts.append(
+        "<details><summary>Every check and case</summary><table><tr><th>check<th>case<th>verdict<th>figures</tr>"
+    )
     for r in results:
         figures = "; ".join(map(str, r.figures)) or r.reason
         parts.append(f"<tr>{_cell(r.check)}{_cell(r.case)}{_verdict(r.verdict)}{_cell(figures)}</tr>")
@@ -283,7 +320,9 @@ def _html(
 @golden_app.command("write")
 def golden_write(
     file: Annotated[str, typer.Argument(help="Pack to write (.safetensors).")],
-    cases: Annotated[str, typer.Option(help="probes, quick, standard, or parts of case ids, comma separated.")] = "probes",
+    cases: Annotated[
+        str, typer.Option(help="probes, quick, standard, or parts of case ids, comma separated.")
+    ] = "probes",
     executor: Annotated[str | None, typer.Option(help="Also store this executor's own results.")] = None,
 ) -> None:
     """Write inputs, expected results, recipes and stages to a pack."""
@@ -304,8 +343,15 @@ def golden_write(
             for case in chosen:
                 i = inputs_of(case)
                 calls[str(case)] = make_call(
-                    i.x, i.topk_weights, i.topk_ids, i.weights, config=case.config, adapters=i.adapters or None,
-                    adapter_ids=i.adapter_ids, ep_size=case.ep, recipe=case.recipe,
+                    i.x,
+                    i.topk_weights,
+                    i.topk_ids,
+                    i.weights,
+                    config=case.config,
+                    adapters=i.adapters or None,
+                    adapter_ids=i.adapter_ids,
+                    ep_size=case.ep,
+                    recipe=case.recipe,
                 )
         if not calls:
             raise ValueError(f"--cases: got {cases!r}, which no case's id contains")

@@ -36,12 +36,24 @@ from .weights import LoRAAdapter, MoEWeights
 FORMAT = 1
 _META = "golden"
 _DTYPES = {
-    np.dtype(np.float32): "F32", np.dtype(np.int32): "I32", np.dtype(np.uint8): "U8", BF16: "BF16", E4M3: "F8_E4M3",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.uint8): "U8",
+    BF16: "BF16",
+    E4M3: "F8_E4M3",
 }
 # How each stage of `reference.STAGES` is called in a report.
 STAGE_LABELS = {
-    "x_scale": "scale", "x_code": "code", "gmm1": "gmm1", "delta13": "delta", "activation": "activation",
-    "h_scale": "scale", "h_code": "code", "gmm2": "gmm2", "delta2": "delta", "combine": "combine",
+    "x_scale": "scale",
+    "x_code": "code",
+    "gmm1": "gmm1",
+    "delta13": "delta",
+    "activation": "activation",
+    "h_scale": "scale",
+    "h_code": "code",
+    "gmm2": "gmm2",
+    "delta2": "delta",
+    "combine": "combine",
 }
 # Codes may differ where a scale's last bit does; a stage's float32 values only by the order of sums.
 _STAGE_BOUND = 1e-3
@@ -93,7 +105,9 @@ def _write(path: Path, tensors: dict[str, np.ndarray]) -> None:
     header, offset = {}, 0
     for name, value in tensors.items():
         header[name] = {
-            "dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [offset, offset + value.nbytes]
+            "dtype": _DTYPES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [offset, offset + value.nbytes],
         }
         offset += value.nbytes
     raw = json.dumps(header).encode()
@@ -134,8 +148,14 @@ def write_pack(path: str | Path, cases: Iterable[GoldenCase]) -> int:
             arrays["adapter_ids"] = call.adapter_ids
         tensors |= {f"{key}.{k}": v for k, v in arrays.items()}
         meta["cases"].append(
-            {"name": case.name, "config": asdict(call.config), "scheme": call.weights.scheme,
-             "recipe": asdict(call.recipe), "ep_size": call.ep_size, "adapters": [a.adapter_id for a in call.adapters]}
+            {
+                "name": case.name,
+                "config": asdict(call.config),
+                "scheme": call.weights.scheme,
+                "recipe": asdict(call.recipe),
+                "ep_size": call.ep_size,
+                "adapters": [a.adapter_id for a in call.adapters],
+            }
         )
     if not meta["cases"]:
         raise ValueError("cases: got none, want at least one")
@@ -160,7 +180,9 @@ def read_pack(path: str | Path) -> list[GoldenCase]:
         names = {v: k for k, v in _DTYPES.items()}
         for name, info in file.infos.items():
             if info.dtype not in names:
-                raise TensorFileError(f"{path.name}: tensor {name[:160]}: got dtype {info.dtype}, not one of a golden pack")
+                raise TensorFileError(
+                    f"{path.name}: tensor {name[:160]}: got dtype {info.dtype}, not one of a golden pack"
+                )
             tensors[name] = np.empty(info.shape, names[info.dtype])
             file.read_into(info, tensors[name])
     finally:
@@ -185,17 +207,31 @@ def _read_case(tensors: dict[str, np.ndarray], key: str, entry: dict[str, Any]) 
     config = FusedMoEConfig(**entry["config"], moe_parallel_config=parallel)
     adapters = [LoRAAdapter(i, **group(f"adapter{j}.")) for j, i in enumerate(entry["adapters"])]
     call = make_call(
-        tensors[key + "x"], tensors[key + "topk_weights"], tensors[key + "topk_ids"],
-        MoEWeights(entry["scheme"], **group("weights.")), config=config, adapters=adapters or None,
-        adapter_ids=tensors.get(key + "adapter_ids"), ep_size=entry["ep_size"], recipe=Recipe(**entry["recipe"]),
+        tensors[key + "x"],
+        tensors[key + "topk_weights"],
+        tensors[key + "topk_ids"],
+        MoEWeights(entry["scheme"], **group("weights.")),
+        config=config,
+        adapters=adapters or None,
+        adapter_ids=tensors.get(key + "adapter_ids"),
+        ep_size=entry["ep_size"],
+        recipe=Recipe(**entry["recipe"]),
     )
     return GoldenCase(entry["name"], call, tensors[key + "want"], group("stages."), group("got."))
 
 
 def _run(executor: str, call: MoECall) -> np.ndarray:
     return run_moe(
-        executor, call.x, call.topk_weights, call.topk_ids, call.weights, config=call.config,
-        adapters=call.adapters or None, adapter_ids=call.adapter_ids, ep_size=call.ep_size, recipe=call.recipe,
+        executor,
+        call.x,
+        call.topk_weights,
+        call.topk_ids,
+        call.weights,
+        config=call.config,
+        adapters=call.adapters or None,
+        adapter_ids=call.adapter_ids,
+        ep_size=call.ep_size,
+        recipe=call.recipe,
     )
 
 
@@ -219,7 +255,9 @@ def check_pack(cases: Iterable[GoldenCase], executor: str) -> Iterator[GoldenRes
     for case in cases:
         call = case.call
         if call.recipe.name not in support.recipes or call.weights.scheme not in support.schemes:
-            yield GoldenResult(case.name, "not served", reason=f"{call.recipe.name} on {call.weights.scheme} weights")
+            yield GoldenResult(
+                case.name, "not served", reason=f"{call.recipe.name} on {call.weights.scheme} weights"
+            )
             continue
         try:
             declared = _declared(executor, call)
@@ -245,7 +283,9 @@ def _judge(case: GoldenCase, executor: str, declared: Recipe, got: np.ndarray) -
     stage = ""
     if wrong:
         stage = first_parting(executor, call, case.stages) or diagnose(executor, call).stage
-    return GoldenResult(case.name, "fail" if wrong else "pass", found.rel_l2, found.worst_row, bound, stage, reason)
+    return GoldenResult(
+        case.name, "fail" if wrong else "pass", found.rel_l2, found.worst_row, bound, stage, reason
+    )
 
 
 def first_parting(executor: str, call: MoECall, want: dict[str, np.ndarray]) -> str:
@@ -258,7 +298,10 @@ def first_parting(executor: str, call: MoECall, want: dict[str, np.ndarray]) -> 
         if name not in got or name not in want:
             continue
         value = np.asarray(got[name])
-        if value.shape != want[name].shape or rel_l2(value.astype(np.float32), want[name].astype(np.float32)) > _STAGE_BOUND:
+        if (
+            value.shape != want[name].shape
+            or rel_l2(value.astype(np.float32), want[name].astype(np.float32)) > _STAGE_BOUND
+        ):
             return STAGE_LABELS[name]
     return ""
 
@@ -475,8 +518,14 @@ def probe_call(probe: str, scheme: str, recipe: str | Recipe, activation: str = 
         config = config.with_lora(2, 16)
         adapter_ids = np.where(np.arange(_T) % 4 == 3, -1, s.adapter.adapter_id).astype(np.int32)
     return make_call(
-        s.x.astype(BF16), weights, ids, _weights(scheme, s.w13, s.w2), config=config,
-        adapters=None if s.adapter is None else [s.adapter], adapter_ids=adapter_ids, recipe=recipe,
+        s.x.astype(BF16),
+        weights,
+        ids,
+        _weights(scheme, s.w13, s.w2),
+        config=config,
+        adapters=None if s.adapter is None else [s.adapter],
+        adapter_ids=adapter_ids,
+        recipe=recipe,
     )
 
 
@@ -500,34 +549,43 @@ def _probe(executor: str, stage: str, probe: str, scheme: str, recipe: str, acti
         plain = replace(call, adapters=(), adapter_ids=None)
         got = got[rows] - _run(executor, plain).astype(np.float32)[rows]
         want = want[rows] - reference_moe(replace(plain, recipe=exact.recipe))[rows]
-    error = rel_l2(got, want)
+    apart = rel_l2(got, want)
     bias = _gain(got, want) if np.isfinite(got).all() else float("inf")
     fp8_wire = declared.wire == "fp8"
     # Rows of the loudness probe hold few distinct values, whose roundings do not cancel.
     judge_gain = not fp8_wire and stage not in ("delta", "scale")
-    bound = tolerances.to_recipe(declared.wire).bound if stage != "delta" or fp8_wire else 2 * tolerances.DELTA.bound
-    ok = error <= bound and (abs(bias) <= _GAIN_BOUND or not judge_gain)
+    bound = (
+        tolerances.to_recipe(declared.wire).bound
+        if stage != "delta" or fp8_wire
+        else 2 * tolerances.DELTA.bound
+    )
+    ok = apart <= bound and (abs(bias) <= _GAIN_BOUND or not judge_gain)
     if not ok and probe == "selection" and _gate_and_up_swapped(call, exact.recipe, got):
-        return ProbeResult("activation", probe, False, error, bias, "gate and up are exchanged")
-    return ProbeResult(stage, probe, ok, error, bias, "" if ok else f"relative L2 {error:.2e}, gain {bias:+.2e}")
+        return ProbeResult("activation", probe, False, apart, bias, "gate and up are exchanged")
+    return ProbeResult(
+        stage, probe, ok, apart, bias, "" if ok else f"relative L2 {apart:.2e}, gain {bias:+.2e}"
+    )
 
 
 def _gate_and_up_swapped(call: MoECall, recipe: Recipe, got: np.ndarray) -> bool:
     w = call.weights
-    half = w.w13.shape[1] // 2
 
-    def swap(a: np.ndarray | None) -> np.ndarray | None:
-        if a is None or a.ndim < 2:
-            return a
-        return np.roll(a, a.shape[1] // 2 if a.shape[1] != w.w13.shape[1] else half, axis=1)
+    def swap(a: np.ndarray) -> np.ndarray:
+        return np.roll(a, a.shape[1] // 2, axis=1) if a.ndim > 1 else a
 
-    swapped = replace(w, w13=swap(w.w13), w13_scale=swap(w.w13_scale))
+    scale = None if w.w13_scale is None else swap(w.w13_scale)
+    swapped = replace(w, w13=swap(w.w13), w13_scale=scale)
     want = reference_moe(replace(call, weights=swapped, recipe=recipe))
     return rel_l2(got, want) <= tolerances.TO_RECIPE.bound
 
 
 def diagnose(
-    executor: str, like: MoECall | None = None, *, scheme: str = "channel", recipe: str = "w8a8", activation: str = "silu"
+    executor: str,
+    like: MoECall | None = None,
+    *,
+    scheme: str = "channel",
+    recipe: str = "w8a8",
+    activation: str = "silu",
 ) -> Diagnosis:
     """Run the probes on an executor and name the first stage that is wrong.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks that every executor is held to, one function a promise; pytest, the plugin and `isomoe conform` share them.
+"""The checks every executor is held to, one function a promise; pytest, the plugin and `isomoe conform` share them.
 
 A check takes a `Subject` (an executor by name) and a `Case` and returns a `CheckResult` that holds its figures. It
 never raises for what an executor does: an exception is the verdict "error". What an executor does not declare is
@@ -15,6 +15,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from typing import SupportsFloat
 
 import numpy as np
 
@@ -40,7 +41,9 @@ from isomoe.tests.matrix import (
 
 VERDICTS = ("pass", "fail", "error", "not served", "unavailable")
 # A float32 sum cut to bfloat16 (not rounded) shrinks by about 1.4e-3; rounding is unbiased.
-GAIN = tolerances.Tolerance(1e-3, "rounding does not scale a result; truncating float32 to bfloat16 does, by 1.4e-3")
+GAIN = tolerances.Tolerance(
+    1e-3, "rounding does not scale a result; truncating float32 to bfloat16 does, by 1.4e-3"
+)
 REGISTERED_NAME = "conform_subject"
 
 
@@ -103,7 +106,7 @@ class Judge:
     figures: list[Figure] = field(default_factory=list)
     reason: str = ""
 
-    def add(self, name: str, value: float, bound: float, sense: str = "<=", why: str = "") -> None:
+    def add(self, name: str, value: SupportsFloat, bound: float, sense: str = "<=", why: str = "") -> None:
         figure = Figure(name, float(value), float(bound), sense)
         self.figures.append(figure)
         if not figure.ok and not self.reason:
@@ -125,7 +128,9 @@ class Judge:
         if recipe.wire != "fp8":
             self.add(f"{name}: worst row", found.worst_row, tolerances.WORST_ROW.bound)
         if found.non_finite == 0 and recipe.wire != "fp8":
-            self.add(f"{name}: gain", abs(gain(got, want)), GAIN.bound, why="a biased result: a sum was truncated")
+            self.add(
+                f"{name}: gain", abs(gain(got, want)), GAIN.bound, why="a biased result: a sum was truncated"
+            )
 
 
 def gain(got: np.ndarray, want: np.ndarray) -> float:
@@ -166,7 +171,9 @@ class Subject:
             return f"does not declare scheme {case.scheme}"
         if case.lora != "none" and not s.lora:
             return "does not declare LoRA"
-        return s.why_not_layer(case.config, None, None) or ("" if case.ep == 1 or s.expert_parallel else "no EP")
+        return s.why_not_layer(case.config, None, None) or (
+            "" if case.ep == 1 or s.expert_parallel else "no EP"
+        )
 
     def run(self, case: Case, **changes: object) -> np.ndarray:
         return inputs_of(case).run(self.name, **changes)
@@ -183,8 +190,15 @@ class Subject:
         """The recipe that the executor says it really runs for this case."""
         inputs = inputs or inputs_of(case)
         call = make_call(
-            inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.weights, config=case.config,
-            adapters=inputs.adapters or None, adapter_ids=inputs.adapter_ids, ep_size=case.ep, recipe=case.recipe,
+            inputs.x,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            inputs.weights,
+            config=case.config,
+            adapters=inputs.adapters or None,
+            adapter_ids=inputs.adapter_ids,
+            ep_size=case.ep,
+            recipe=case.recipe,
         )
         return self.cls.recipe(call) if hasattr(self.cls, "recipe") else call.recipe  # type: ignore[attr-defined]
 
@@ -228,7 +242,9 @@ def with_f32_wire(recipe: Recipe) -> Recipe:
     return recipe.with_wire("f32")
 
 
-def _delta(subject: Subject, case: Case, recipe: Recipe, got: np.ndarray, want: np.ndarray, judge: Judge) -> None:
+def _delta(
+    subject: Subject, case: Case, recipe: Recipe, got: np.ndarray, want: np.ndarray, judge: Judge
+) -> None:
     """The adapters' share alone, and the bits of base rows (vllm#42007, vllm#42008)."""
     inputs = inputs_of(case)
     assert inputs.adapter_ids is not None
@@ -252,7 +268,9 @@ def check_parity(subject: Subject, case: Case, judge: Judge) -> None:
     got, want = subject.result(case), inputs.run("reference", recipe=recipe, ep_size=1)
     judge.close("recipe", got, want, declared)
     truth = inputs.run("reference", recipe="float64", ep_size=1)
-    judge.add("float64: relative L2", rel_l2(got, truth), tolerances.to_truth(declared.name, declared.wire).bound)
+    judge.add(
+        "float64: relative L2", rel_l2(got, truth), tolerances.to_truth(declared.name, declared.wire).bound
+    )
     if inputs.adapter_ids is not None and case.lora not in ("zero_b", "idle"):
         _delta(subject, case, recipe, got, want, judge)
 
@@ -273,7 +291,10 @@ def check_permutation(subject: Subject, case: Case, judge: Judge) -> None:
     order = np.random.default_rng(0).permutation(case.tokens)
     ids = None if inputs.adapter_ids is None else inputs.adapter_ids[order]
     permuted = subject.run(
-        case, x=inputs.x[order], topk_weights=inputs.topk_weights[order], topk_ids=inputs.topk_ids[order],
+        case,
+        x=inputs.x[order],
+        topk_weights=inputs.topk_weights[order],
+        topk_ids=inputs.topk_ids[order],
         adapter_ids=ids,
     )
     judge.same_bits("permuted", permuted, subject.result(case)[order])
@@ -294,8 +315,12 @@ def check_row_independence(subject: Subject, case: Case, judge: Judge) -> None:
         adapter_ids = np.where(other, np.roll(adapter_ids, 2), adapter_ids)
     got = subject.run(case, x=x, topk_ids=ids, adapter_ids=adapter_ids)
     judge.same_bits("kept row", got[[keep]], subject.result(case)[[keep]])
-    judge.add("NaN row: finite values", np.isfinite(got[0].astype(np.float32)).sum(), 0, why="NaN must stay visible")
-    judge.add("other rows: not finite", (~np.isfinite(got[1:].astype(np.float32))).sum(), 0, why="NaN left its row")
+    judge.add(
+        "NaN row: finite values", np.isfinite(got[0].astype(np.float32)).sum(), 0, why="NaN must stay visible"
+    )
+    judge.add(
+        "other rows: not finite", (~np.isfinite(got[1:].astype(np.float32))).sum(), 0, why="NaN left its row"
+    )
 
 
 def _without_effect(subject: Subject, case: Case, judge: Judge, lora: str) -> None:
@@ -365,7 +390,10 @@ def check_empty_batch(subject: Subject, case: Case, judge: Judge) -> None:
     """No token: a result of no rows."""
     inputs = inputs_of(case)
     got = subject.run(
-        case, x=inputs.x[:0], topk_weights=inputs.topk_weights[:0], topk_ids=inputs.topk_ids[:0],
+        case,
+        x=inputs.x[:0],
+        topk_weights=inputs.topk_weights[:0],
+        topk_ids=inputs.topk_ids[:0],
         adapter_ids=None if inputs.adapter_ids is None else inputs.adapter_ids[:0],
     )
     judge.add("rows", len(got), 0)
@@ -402,7 +430,9 @@ def run_check(check: Check | str, subject: Subject, case: Case) -> CheckResult:
     return result("fail" if judge.reason else "pass", judge, judge.reason)
 
 
-def plan(subject: Subject, level: str = "standard", *, production: bool = False) -> Iterator[tuple[Check, Case]]:
+def plan(
+    subject: Subject, level: str = "standard", *, production: bool = False
+) -> Iterator[tuple[Check, Case]]:
     """The (check, case) pairs of a run, in order.
 
     Args:
@@ -439,7 +469,10 @@ def subject_for(executor: str) -> Subject:
         if REGISTERED_NAME in registered_backends():
             unregister_moe_backend(REGISTERED_NAME)
         register_moe_backend(
-            REGISTERED_NAME, executor, platforms=tuple(PlatformKind), schemes=("block", "channel", "tensor", "bf16")
+            REGISTERED_NAME,
+            executor,
+            platforms=tuple(PlatformKind),
+            schemes=("block", "channel", "tensor", "bf16"),
         )
         known = REGISTERED_NAME
     return Subject(known)

@@ -43,32 +43,55 @@ def checkpoint_files(scheme: str = "block") -> Files:
     """A good checkpoint: two shards with an index."""
     rng, at = np.random.default_rng(1), "model.layers.0.mlp.experts"
     weights = quantize_moe_weights(
-        rng.standard_normal((E, 2 * I, H)).astype(np.float32), rng.standard_normal((E, H, I)).astype(np.float32), scheme
+        rng.standard_normal((E, 2 * I, H)).astype(np.float32),
+        rng.standard_normal((E, H, I)).astype(np.float32),
+        scheme,
     )
     suffix, tensors = ("weight_scale_inv" if scheme == "block" else "weight_scale"), {}
     cut = 1 if scheme == "block" else I
     for e in range(E):
         for name, codes, scale in (
-            ("gate_proj", weights.w13[e, :I], weights.w13_scale[e, :cut]), ("up_proj", weights.w13[e, I:], weights.w13_scale[e, cut:]),
+            ("gate_proj", weights.w13[e, :I], weights.w13_scale[e, :cut]),
+            ("up_proj", weights.w13[e, I:], weights.w13_scale[e, cut:]),
             ("down_proj", weights.w2[e], weights.w2_scale[e]),
         ):
             tensors[f"{at}.{e}.{name}.weight"] = codes
             tensors[f"{at}.{e}.{name}.{suffix}"] = scale if scheme == "block" else scale[:, None]
-    names, files, index = list(tensors), {}, {}
+    names = list(tensors)
+    files: Files = {}
+    index: dict[str, str] = {}
     for i in range(2):
         file = f"model-0000{i + 1}-of-00002.safetensors"
         part = {n: tensors[n] for n in names[i::2]}
         files[file] = safetensors_bytes(part)
         index |= dict.fromkeys(part, file)
-    quant: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    quant: dict[str, Any] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     if scheme == "channel":
         common = {"num_bits": 8, "type": "float", "symmetric": True}
-        group = {"targets": ["Linear"], "weights": {**common, "strategy": "channel", "dynamic": False},
-                 "input_activations": {**common, "strategy": "token", "dynamic": True}}
-        quant = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
-                 "ignore": ["re:.*gate$", "lm_head"]}
-    config = {"model_type": "qwen3_moe", "hidden_size": H, "moe_intermediate_size": I, "num_experts": E,
-              "num_experts_per_tok": 2, "num_hidden_layers": 1, "quantization_config": quant}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**common, "strategy": "channel", "dynamic": False},
+            "input_activations": {**common, "strategy": "token", "dynamic": True},
+        }
+        quant = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": group},
+            "ignore": ["re:.*gate$", "lm_head"],
+        }
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": H,
+        "moe_intermediate_size": I,
+        "num_experts": E,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "quantization_config": quant,
+    }
     return {**files, "config.json": _json(config), "model.safetensors.index.json": _json({"weight_map": index})}
 
 
@@ -80,14 +103,28 @@ def adapter_files(fused: bool = False) -> Files:
         return rng.standard_normal(shape).astype(BF16)
 
     if fused:
-        tensors = {f"{at}.base_layer.lora_A.weight": rand(E * R, H), f"{at}.base_layer.lora_B.weight": rand(2 * I, R * E),
-                   f"{at}.lora_A.weight": rand(E * R, I), f"{at}.lora_B.weight": rand(H, R * E)}
+        tensors = {
+            f"{at}.base_layer.lora_A.weight": rand(E * R, H),
+            f"{at}.base_layer.lora_B.weight": rand(2 * I, R * E),
+            f"{at}.lora_A.weight": rand(E * R, I),
+            f"{at}.lora_B.weight": rand(H, R * E),
+        }
     else:
         for e in range(E):
             for name, n_in, n_out in (("gate_proj", H, I), ("up_proj", H, I), ("down_proj", I, H)):
-                tensors[f"{at}.{e}.{name}.lora_A.weight"], tensors[f"{at}.{e}.{name}.lora_B.weight"] = rand(R, n_in), rand(n_out, R)
-    config = {"peft_type": "LORA", "r": R, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {"re.*gate": 4},
-              "target_modules": ["gate_proj"], "base_model_name_or_path": "m"}
+                tensors[f"{at}.{e}.{name}.lora_A.weight"], tensors[f"{at}.{e}.{name}.lora_B.weight"] = (
+                    rand(R, n_in),
+                    rand(n_out, R),
+                )
+    config = {
+        "peft_type": "LORA",
+        "r": R,
+        "lora_alpha": 8,
+        "rank_pattern": {},
+        "alpha_pattern": {"re.*gate": 4},
+        "target_modules": ["gate_proj"],
+        "base_model_name_or_path": "m",
+    }
     return {"adapter_config.json": _json(config), "adapter_model.safetensors": safetensors_bytes(tensors)}
 
 
@@ -111,8 +148,35 @@ SOURCES: dict[str, tuple[Callable[[], Files], Callable[[Path], None]]] = {
 # -- damage ---------------------------------------------------------------------------------------------------------
 
 _ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**31, 2**63 - 1, 2**64, 10**30, 1e308, float("nan"), float("inf"), "", "x" * 5000, "\0", "../../etc/passwd",
-    "(a+)+$", "re:(.*)*x", [], [[]], {}, {"": {}}, [128, 128], "F8_E4M3", "BF16", "F32", [2**40, 2**40], [0], [-1, 4],
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63 - 1,
+    2**64,
+    10**30,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 5000,
+    "\0",
+    "../../etc/passwd",
+    "(a+)+$",
+    "re:(.*)*x",
+    [],
+    [[]],
+    {},
+    {"": {}},
+    [128, 128],
+    "F8_E4M3",
+    "BF16",
+    "F32",
+    [2**40, 2**40],
+    [0],
+    [-1, 4],
 )
 
 
@@ -152,7 +216,9 @@ def _change_json(rng: random.Random, raw: bytes) -> bytes:
 def _change_header(rng: random.Random, raw: bytes) -> bytes:
     length = int.from_bytes(raw[:8], "little")
     header = _change_json(rng, raw[8 : 8 + length])
-    claimed = len(header) if rng.random() < 0.8 else rng.choice([0, 1, len(header) - 1, 2**20, 2**31, 2**40, 2**63])
+    claimed = (
+        len(header) if rng.random() < 0.8 else rng.choice([0, 1, len(header) - 1, 2**20, 2**31, 2**40, 2**63])
+    )
     return claimed.to_bytes(8, "little") + header + raw[8 + length :]
 
 

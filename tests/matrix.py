@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared test matrix: frozen case specs, and the arrays they stand for.
 
-One `Case` describes a layer, a batch and its adapters; `build(case)` makes the arrays, always the same ones for the same
-case. Tests, benchmarks and other projects read the same lists, so a backend that passes here has seen what every
+One `Case` describes a layer, a batch and its adapters; `build(case)` makes the arrays, always the same ones for the
+same case. Tests, benchmarks and other projects read the same lists, so a backend that passes here has seen what every
 other backend has seen.
 
 Shapes are small because interpreters are slow; `WIDE` keeps one with H >= 512 * K, where sums over the experts are
@@ -187,7 +187,8 @@ def build(case: Case) -> Inputs:
             weights, w13_bias=normal(s.num_experts, 2 * s.intermediate_size, fan=4),
             w2_bias=normal(s.num_experts, s.hidden_dim, fan=4),
         )
-    x = normal(case.tokens, s.hidden_dim, fan=1) * np.exp(0.2 * rng.standard_normal((case.tokens, 1))).astype(np.float32)
+    x = normal(case.tokens, s.hidden_dim, fan=1)
+    x *= np.exp(0.2 * rng.standard_normal((case.tokens, 1))).astype(np.float32)
     if case.exact:
         # Small integers with the largest at a code of the grid: every group's scale is a power of two over 448.
         x = rng.integers(-7, 8, x.shape).astype(np.float32)
@@ -240,8 +241,8 @@ def ep_cases() -> list[Case]:
 
 def quick_cases() -> list[Case]:
     """One case a recipe without adapters and with, one split over ranks: a first answer in seconds."""
-    cases = [Case(s, r, lora) for s, r in (("channel", "w8a8"), ("channel", "w8a16"), ("block", "w8a8"), ("bf16", "bf16"))
-             for lora in ("none", "mixed")]
+    kinds = (("channel", "w8a8"), ("channel", "w8a16"), ("block", "w8a8"), ("bf16", "bf16"))
+    cases = [Case(scheme, recipe, lora) for scheme, recipe in kinds for lora in ("none", "mixed")]
     return [*cases, Case("channel", "w8a8", "mixed", ep=4), Case("channel", "w8a16", "mixed", ep=4)]
 
 
@@ -265,5 +266,6 @@ def production_cases() -> list[Case]:
     cases = []
     for shape in PRODUCTION.values():
         share = replace(shape, num_experts=min(16, shape.num_experts))
-        cases += [Case("block", "w8a8", "mixed", tokens=64, shape=share), Case("channel", "w8a8", tokens=1, shape=share)]
+        cases.append(Case("block", "w8a8", "mixed", tokens=64, shape=share))
+        cases.append(Case("channel", "w8a8", tokens=1, shape=share))
     return cases

@@ -87,7 +87,11 @@ class LoraFromCodes(_Planted):
     @classmethod
     def faulty(cls, call: MoECall) -> np.ndarray:
         def codes(x: np.ndarray, recipe: Recipe, group: Any, static: Any) -> np.ndarray:
-            return x if group is None else quantize_fp8(x, "token" if group == "static" else group)[0].astype(np.float32)
+            return (
+                x
+                if group is None
+                else quantize_fp8(x, "token" if group == "static" else group)[0].astype(np.float32)
+            )
 
         with patched(reference, "_lora_input", codes):
             return reference.reference_moe(call)
@@ -131,7 +135,11 @@ class TruncatedCombine(_Planted):
 
     @classmethod
     def faulty(cls, call: MoECall) -> np.ndarray:
-        return truncate_bf16(reference.reference_moe(call)) if call.config.experts_per_token > 1 else super().faulty(call)
+        return (
+            truncate_bf16(reference.reference_moe(call))
+            if call.config.experts_per_token > 1
+            else super().faulty(call)
+        )
 
 
 class ExpertSlowestB(_Planted):
@@ -144,7 +152,9 @@ class ExpertSlowestB(_Planted):
     def misread(adapter: LoRAAdapter) -> LoRAAdapter:
         experts, rank = adapter.num_experts, adapter.rank
 
-        def again(b: np.ndarray) -> np.ndarray:  # [E, out, r] written as [out, r * E], read back as [out, E * r]
+        def again(
+            b: np.ndarray,
+        ) -> np.ndarray:  # [E, out, r] written as [out, r * E], read back as [out, E * r]
             packed = b.transpose(1, 2, 0).reshape(b.shape[1], -1)
             return np.ascontiguousarray(packed.reshape(b.shape[1], experts, rank).transpose(1, 0, 2))
 
@@ -184,7 +194,9 @@ class TruncatedCodes(_Planted):
 
         def cut(x: np.ndarray, group: Any, static: Any) -> tuple[np.ndarray, np.ndarray, int]:
             codes, scales, width = original(x, group, static)
-            inv = np.repeat(np.float32(1) / scales, -(-x.shape[-1] // scales.shape[-1]), axis=-1)[:, : x.shape[-1]]
+            inv = np.repeat(np.float32(1) / scales, -(-x.shape[-1] // scales.shape[-1]), axis=-1)[
+                :, : x.shape[-1]
+            ]
             exact = np.clip(np.abs(x * inv), 0, 448)
             bigger = np.abs(codes.astype(np.float32)) > exact
             raw = codes.view(np.uint8).copy()
@@ -289,6 +301,14 @@ class Exposed(_Planted):
 
 
 PLANTED = (
-    LoraFromCodes, LoraFromDequantised, TruncatedSums, TruncatedCombine, ExpertSlowestB, TensorWideScale, TruncatedCodes,
-    GeluForSilu, SwappedGateUp, Bf16SecondSums,
+    LoraFromCodes,
+    LoraFromDequantised,
+    TruncatedSums,
+    TruncatedCombine,
+    ExpertSlowestB,
+    TensorWideScale,
+    TruncatedCodes,
+    GeluForSilu,
+    SwappedGateUp,
+    Bf16SecondSums,
 )

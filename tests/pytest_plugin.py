@@ -16,8 +16,13 @@ LEVELS = ("quick", "standard", "full")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("isomoe")
-    group.addoption("--isomoe-executor", action="append", default=[], metavar="NAME",
-                    help="add isomoe's conformance cases for this executor (repeatable)")
+    group.addoption(
+        "--isomoe-executor",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="add isomoe's conformance cases for this executor (repeatable)",
+    )
     group.addoption("--isomoe-level", default="quick", choices=LEVELS, help="how many of them (default: quick)")
 
 
@@ -52,7 +57,9 @@ class ConformanceItem(pytest.Item):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
     wanted = config.getoption("--isomoe-executor")
     if not wanted:
         return

@@ -52,7 +52,9 @@ def test_a_right_executor_is_green_and_the_report_is_whole(tmp_path: Path) -> No
 def test_findings_give_exit_code_1_and_the_stage(tmp_path: Path) -> None:
     done = isomoe("conform", f"{PLANTED}:LoraFromCodes", "--quick", "--report", str(tmp_path))
     assert done.exit_code == 1
-    found = [r for r in json.loads((tmp_path / "conform.json").read_text())["results"] if r["verdict"] == "fail"]
+    found = [
+        r for r in json.loads((tmp_path / "conform.json").read_text())["results"] if r["verdict"] == "fail"
+    ]
     assert found
     assert {r["stage"] for r in found if r["check"] == "parity"} == {"delta"}
     assert all("mixed" in r["case"] for r in found)
@@ -124,10 +126,15 @@ def test_the_plugin_is_silent_without_its_option(tmp_path: Path) -> None:
     assert "want one of" in unknown.stderr + unknown.stdout
 
 
-@pytest.mark.parametrize("name", ["SwappedGateUp", "TruncatedSums", "ExpertSlowestB", "LoraFromDequantised", "TensorWideScale"])
+@pytest.mark.parametrize(
+    "name", ["SwappedGateUp", "TruncatedSums", "ExpertSlowestB", "LoraFromDequantised", "TensorWideScale"]
+)
 def test_checks_find_planted_bugs(name: str) -> None:
     subject = subject_for(f"{PLANTED}:{name}")
-    verdicts = {str(c): run_check("parity", subject, c).verdict for c in (Case("channel", "w8a8", "mixed"), Case("block", "w8a8", "mixed"))}
+    verdicts = {
+        str(c): run_check("parity", subject, c).verdict
+        for c in (Case("channel", "w8a8", "mixed"), Case("block", "w8a8", "mixed"))
+    }
     assert set(verdicts.values()) == {"fail"}, verdicts
 
 
@@ -138,7 +145,9 @@ def test_plans() -> None:
     assert len(list(plan(subject, "quick", production=True))) == sizes["quick"] + len(production_cases())
     assert set(INVARIANT_CASES) <= set(parity_cases()) <= set(parity_cases()) | set(full_cases())
     ids = [str(c) for c in [*parity_cases(), *full_cases(), *production_cases()]]
-    assert len(set(ids)) == len({*parity_cases(), *full_cases(), *production_cases()}), "ids must tell cases apart"
+    assert len(set(ids)) == len({*parity_cases(), *full_cases(), *production_cases()}), (
+        "ids must tell cases apart"
+    )
     for case in production_cases():
         assert case.shape.num_experts <= 16
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged checkpoints and adapters: one kind of error, bounded time and memory. benchmarks/fuzz_loaders.py runs longer."""
+"""Damaged checkpoints and adapters: one kind of error, in bounded time and memory.
+
+benchmarks/fuzz_loaders.py runs for longer.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,10 @@ from isomoe.tests.matrix import Case, build
 def registered(cls: type) -> Iterator[str]:
     name = f"planted_{cls.__name__.lower()}"
     register_moe_backend(
-        name, f"{cls.__module__}:{cls.__name__}", platforms=("cpu",), schemes=("block", "channel", "tensor", "bf16")
+        name,
+        f"{cls.__module__}:{cls.__name__}",
+        platforms=("cpu",),
+        schemes=("block", "channel", "tensor", "bf16"),
     )
     try:
         yield name
@@ -36,8 +40,14 @@ def _call(case: Case):
 
     i = build(case)
     return make_call(
-        i.x, i.topk_weights, i.topk_ids, i.weights, config=case.config, adapters=i.adapters or None,
-        adapter_ids=i.adapter_ids, recipe=case.recipe,
+        i.x,
+        i.topk_weights,
+        i.topk_ids,
+        i.weights,
+        config=case.config,
+        adapters=i.adapters or None,
+        adapter_ids=i.adapter_ids,
+        recipe=case.recipe,
     )
 
 
@@ -55,8 +65,10 @@ def test_stages_end_in_the_reference_and_change_no_bit(scheme: str) -> None:
     assert np.allclose(rebuilt, found["combine"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("scheme", "recipe"), [("channel", "w8a8"), ("block", "w8a8"), ("tensor", "w8a8"),
-                                                ("channel", "w8a16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("scheme", "recipe"),
+    [("channel", "w8a8"), ("block", "w8a8"), ("tensor", "w8a8"), ("channel", "w8a16"), ("bf16", "bf16")],
+)
 def test_probes_are_exact_and_blame_nobody_who_is_right(scheme: str, recipe: str) -> None:
     found = golden.diagnose("reference", scheme=scheme, recipe=recipe)
     assert found.stage == ""
@@ -70,7 +82,7 @@ def test_probes_are_exact_and_blame_nobody_who_is_right(scheme: str, recipe: str
 
 @pytest.mark.parametrize("cls", planted.PLANTED, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("scheme", ["channel", "block"])
-def test_planted_bugs_are_named_by_stage(cls: type, scheme: str) -> None:
+def test_planted_bugs_are_named_by_stage(cls: Any, scheme: str) -> None:
     with registered(cls) as name:
         found = golden.diagnose(name, scheme=scheme)
     assert found.stage == cls.stage, "\n".join(map(str, found.probes))

@@ -38,12 +38,19 @@ class Layer:
 
     def run(self, executor: str = "reference", **changes: object) -> np.ndarray:
         arrays = {k: changes.pop(k, getattr(self, k)) for k in ("x", "topk_weights", "topk_ids", "weights")}
-        options = {"config": self.config, "adapters": self.adapters, "adapter_ids": self.adapter_ids,
-                   "recipe": self.recipe, **changes}
+        options = {
+            "config": self.config,
+            "adapters": self.adapters,
+            "adapter_ids": self.adapter_ids,
+            "recipe": self.recipe,
+            **changes,
+        }
         return run_moe(executor, *arrays.values(), **options)  # type: ignore[arg-type]
 
 
-def layer(seed: int, scheme: str, recipe: str, tokens: int = 7, ragged: bool = False, activation: str = "silu") -> Layer:
+def layer(
+    seed: int, scheme: str, recipe: str, tokens: int = 7, ragged: bool = False, activation: str = "silu"
+) -> Layer:
     rng = np.random.default_rng(seed)
     experts, k = int(rng.integers(2, 7)), int(rng.integers(1, 3))
     hidden, inter = (int(rng.integers(20, 150)), int(rng.integers(20, 150))) if ragged else (128, 128)
@@ -56,32 +63,59 @@ def layer(seed: int, scheme: str, recipe: str, tokens: int = 7, ragged: bool = F
     )
     adapters = tuple(
         LoRAAdapter(
-            i, *(normal(*s, fan=f).astype(BF16) for s, f in (
-                ((experts, 2, r, hidden), hidden), ((experts, 2, inter, r), r), ((experts, r, inter), inter),
-                ((experts, hidden, r), r)))
+            i,
+            *(
+                normal(*s, fan=f).astype(BF16)
+                for s, f in (
+                    ((experts, 2, r, hidden), hidden),
+                    ((experts, 2, inter, r), r),
+                    ((experts, r, inter), inter),
+                    ((experts, hidden, r), r),
+                )
+            ),
         )
         for i, r in ((4, 3), (9, 8))
     )
     ids = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]).astype(np.int32)
     return Layer(
-        FusedMoEConfig(experts, k, hidden, inter, activation=activation), weights, recipe,
-        normal(tokens, hidden, fan=1).astype(BF16), rng.dirichlet(np.ones(k), tokens).astype(np.float32), ids, adapters,
+        FusedMoEConfig(experts, k, hidden, inter, activation=activation),
+        weights,
+        recipe,
+        normal(tokens, hidden, fan=1).astype(BF16),
+        rng.dirichlet(np.ones(k), tokens).astype(np.float32),
+        ids,
+        adapters,
         rng.choice([-1, 4, 9], tokens).astype(np.int32),
     )
 
 
-KINDS = (("channel", "w8a8"), ("block", "w8a8"), ("tensor", "w8a8"), ("channel", "w8a16"), ("block", "w8a16"), ("bf16", "bf16"))
+KINDS = (
+    ("channel", "w8a8"),
+    ("block", "w8a8"),
+    ("tensor", "w8a8"),
+    ("channel", "w8a16"),
+    ("block", "w8a16"),
+    ("bf16", "bf16"),
+)
 LAYERS = st.builds(
-    lambda seed, kind, tokens, ragged, activation: layer(seed, *kind, tokens, ragged, activation),
-    st.integers(0, 10**6), st.sampled_from(KINDS), st.integers(1, 9), st.booleans(),
+    lambda seed, kind, tokens, ragged, activation: layer(seed, kind[0], kind[1], tokens, ragged, activation),
+    st.integers(0, 10**6),
+    st.sampled_from(KINDS),
+    st.integers(1, 9),
+    st.booleans(),
     st.sampled_from(("silu", "gelu_tanh", "swigluoai")),
 )
 
 
 def permutation(one: Layer, executor: str, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(one.x))
-    moved = one.run(executor, x=one.x[order], topk_weights=one.topk_weights[order], topk_ids=one.topk_ids[order],
-                    adapter_ids=one.adapter_ids[order])
+    moved = one.run(
+        executor,
+        x=one.x[order],
+        topk_weights=one.topk_weights[order],
+        topk_ids=one.topk_ids[order],
+        adapter_ids=one.adapter_ids[order],
+    )
     assert bitwise_equal(moved, one.run(executor)[order])
 
 
@@ -101,11 +135,19 @@ def zero_b(one: Layer, executor: str, seed: int) -> None:
 def rank_shares(one: Layer, executor: str, seed: int) -> None:
     """The ranks of any placement add up to the layer."""
     rng = np.random.default_rng(seed)
-    ranks, strategy = int(rng.integers(1, one.config.num_experts + 1)), str(rng.choice(["linear", "round_robin"]))
-    placement, total = ExpertPlacement(one.config.num_experts, ranks, strategy), np.zeros(one.x.shape, np.float32)
+    ranks, strategy = (
+        int(rng.integers(1, one.config.num_experts + 1)),
+        str(rng.choice(["linear", "round_robin"])),
+    )
+    placement, total = (
+        ExpertPlacement(one.config.num_experts, ranks, strategy),
+        np.zeros(one.x.shape, np.float32),
+    )
     for rank in range(ranks):
         local = placement.experts_of(rank)
-        total += one.run(executor, weights=one.weights.take(local), expert_map=placement.expert_map(rank)).astype(np.float32)
+        total += one.run(
+            executor, weights=one.weights.take(local), expert_map=placement.expert_map(rank)
+        ).astype(np.float32)
     whole = one.run(executor)
     assert np.abs(total - whole.astype(np.float32)).max() <= 1e-2 * np.abs(whole.astype(np.float32)).max()
 
@@ -120,8 +162,12 @@ def test_permuting_tokens_permutes_rows(one: Layer, seed: int) -> None:
 @BOUNDED
 def test_a_row_alone_is_the_row_in_the_batch(one: Layer, row: int) -> None:
     pick = [row % len(one.x)]
-    alone = one.run(x=one.x[pick], topk_weights=one.topk_weights[pick], topk_ids=one.topk_ids[pick],
-                    adapter_ids=one.adapter_ids[pick])
+    alone = one.run(
+        x=one.x[pick],
+        topk_weights=one.topk_weights[pick],
+        topk_ids=one.topk_ids[pick],
+        adapter_ids=one.adapter_ids[pick],
+    )
     assert bitwise_equal(alone, one.run()[pick])
 
 
@@ -153,8 +199,12 @@ def test_the_delta_is_linear_in_b_of_w2(one: Layer, factor: float) -> None:
     """``W2 h + s * B2 A2 h``: doubling B2 doubles the delta; B13 passes through an activation and is left out."""
     only = [replace(a, b13=np.zeros_like(a.b13), b2=a.b2.astype(np.float32)) for a in one.adapters]
     scaled = [replace(a, b2=(a.b2 * np.float32(factor)).astype(np.float32)) for a in only]
-    base, plain, more = (_truth(one, a) for a in (None if a is None else a for a in
-                         ([replace(o, b2=np.zeros_like(o.b2)) for o in only], only, scaled)))
+    base, plain, more = (
+        _truth(one, a)
+        for a in (
+            None if a is None else a for a in ([replace(o, b2=np.zeros_like(o.b2)) for o in only], only, scaled)
+        )
+    )
     want = np.float64(np.float32(factor)) * (plain - base)
     assert np.allclose(more - base, want, rtol=1e-5, atol=1e-5 * max(1.0, float(np.abs(base).max())))
 
@@ -196,7 +246,11 @@ def test_scales_move_by_powers_of_two(seed: int, power: int) -> None:
 def test_experts_may_be_renumbered(one: Layer) -> None:
     order = np.random.default_rng(0).permutation(one.config.num_experts)
     place = np.argsort(order).astype(np.int32)
-    got = one.run(weights=one.weights.take(order), topk_ids=place[one.topk_ids], adapters=[a.take(order) for a in one.adapters])
+    got = one.run(
+        weights=one.weights.take(order),
+        topk_ids=place[one.topk_ids],
+        adapters=[a.take(order) for a in one.adapters],
+    )
     assert bitwise_equal(got, one.run())
 
 

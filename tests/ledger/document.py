@@ -43,7 +43,10 @@ def text() -> str:
     parts = [_HEAD, f"{tested} reports are tested, {len(ELSEWHERE)} are not, for the reason beside them.\n"]
     for module in MODULES:
         entries: list[Report] = list({id(e): e for e in REPORTS.values() if e.module == module}.values())
-        parts.append(f"## {_TITLES[module]}\n\nIn `tests/ledger/{module}.py`.\n\n| report | what happened | test |\n|---|---|---|")
+        parts.append(
+            f"## {_TITLES[module]}\n\nIn `tests/ledger/{module}.py`.\n\n"
+            "| report | what happened | test |\n|---|---|---|"
+        )
         for entry in entries:
             names = ", ".join(entry.names)
             symptom = entry.symptom.replace("|", "/")

@@ -9,12 +9,18 @@ _DEVICE_OFFSETS = (
 )
 _NVFP4 = "NVFP4 weights: this package reads FP8 and bfloat16 experts only"
 _MXFP8 = "MXFP8 and AITER kernels: neither is in this package; ROCm gets a table of reasons"
-_GRAPHS = "capture of CUDA graphs needs a device: benchmarks/cuda_smoke.py replays one over a change of adapters"
-_SPEED = "a change of speed in vLLM's own LoRA kernels; its kernels are not used, and interpreted times say nothing"
+_GRAPHS = (
+    "capture of CUDA graphs needs a device: benchmarks/cuda_smoke.py replays one over a change of adapters"
+)
+_SPEED = (
+    "a change of speed in vLLM's own LoRA kernels; its kernels are not used, and interpreted times say nothing"
+)
 _SHARED = "shared experts and their all-reduce stay with the model; this layer holds routed experts only"
 _AOT = "an ahead-of-time compile for real topologies: tests/test_tpu_aot.py compiles production layers"
-_RACES = "remote copies between chips: tests/test_tpu_kernel.py runs the kernel under the race detector in both DMA modes"
-_PACKAGING = "packaging of compiled wheels: this one is pure Python; tests/test_packaging.py builds and inspects it"
+_RACES = "remote copies between chips: tests/test_tpu_kernel.py runs the race detector, in both DMA modes"
+_PACKAGING = (
+    "packaging of compiled wheels: this one is pure Python; tests/test_packaging.py builds and inspects it"
+)
 _WISH = "a request for a feature of a server, not a fault of a layer"
 
 ELSEWHERE: dict[str, str] = {
@@ -40,16 +46,40 @@ ELSEWHERE: dict[str, str] = {
     "vllm#46184": _MXFP8,
     "vllm#49747": _MXFP8,
     **dict.fromkeys(
-        ("vllm#32317", "vllm#32655", "vllm#32711", "vllm#31354", "vllm#32195", "vllm#27402", "vllm#42290", "vllm#42757",
-         "vllm#34933", "vllm#39230"), _SPEED,
+        (
+            "vllm#32317",
+            "vllm#32655",
+            "vllm#32711",
+            "vllm#31354",
+            "vllm#32195",
+            "vllm#27402",
+            "vllm#42290",
+            "vllm#42757",
+            "vllm#34933",
+            "vllm#39230",
+        ),
+        _SPEED,
     ),
     "vllm#41899": _WISH,
     "vllm#20161": _WISH,
     "vllm#20650": _WISH,
-    **dict.fromkeys(("flashinfer#3107", "flashinfer#3108", "flashinfer#3109", "flashinfer#3153", "flashinfer#3987"), _WISH),
     **dict.fromkeys(
-        ("sglang#29874", "sglang#32584", "sglang#28953", "sglang#28466", "sglang#26602", "sglang#38649", "sglang#9897",
-         "sglang#14105", "sglang#19711", "sglang#21647"), _GRAPHS,
+        ("flashinfer#3107", "flashinfer#3108", "flashinfer#3109", "flashinfer#3153", "flashinfer#3987"), _WISH
+    ),
+    **dict.fromkeys(
+        (
+            "sglang#29874",
+            "sglang#32584",
+            "sglang#28953",
+            "sglang#28466",
+            "sglang#26602",
+            "sglang#38649",
+            "sglang#9897",
+            "sglang#14105",
+            "sglang#19711",
+            "sglang#21647",
+        ),
+        _GRAPHS,
     ),
     "tpu-inference#1342": _RACES,
     "tpu-inference#2422": _AOT,
@@ -65,9 +95,9 @@ ELSEWHERE: dict[str, str] = {
     "sglang-jax#1318": _SHARED,
     "sglang-jax#1321": _SHARED,
     "sglang-jax#1322": _SHARED,
-    "sglang-jax#931": "speed of another transport; the transport here is chosen by a model of the links, checked ahead of time",
+    "sglang-jax#931": "speed of another transport; a model of the links chooses the one used here",
     "jax#39744": "a fault of one libtpu; optional operands are absent from a program here, never unused in it",
     "jax#33260": "a gap of the emulator: kernels are also compiled ahead of time, which sees what it does not",
-    "tpu-inference warm-up deadlock under TP": "replicated rows over tensor-parallel ranks: the kernel splits experts only",
+    "tpu-inference warm-up deadlock under TP": "rows replicated over TP ranks: this kernel splits experts only",
     "tokamax capacity 64 and 256": _AOT,
 }

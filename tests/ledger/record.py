@@ -80,7 +80,8 @@ def cases(module: str) -> pytest.MarkDecorator:
     first = {entry.names[0]: entry for entry in mine.values() if entry.takes_executor}
     params += [
         pytest.param(name, executor, id=f"{name}-{executor}", marks=pytest.mark.slow)
-        for name in first for executor in INTERPRETED
+        for name in first
+        for executor in INTERPRETED
     ]
     return pytest.mark.parametrize(("name", "executor"), params)
 

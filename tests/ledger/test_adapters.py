@@ -63,12 +63,17 @@ def load(tensors: dict[str, np.ndarray], **options: object):
 def delta_of(executor: str, case: Case, **changes: object) -> np.ndarray:
     inputs = inputs_of(case)
     with_adapters = inputs.run(executor, **changes).astype(np.float32)
-    return with_adapters - inputs.run(executor, **{**changes, "adapters": None, "adapter_ids": None}).astype(np.float32)
+    return with_adapters - inputs.run(executor, **{**changes, "adapters": None, "adapter_ids": None}).astype(
+        np.float32
+    )
 
 
-@report("vllm#42007", symptom="FP8 activations without their scale reach the shrink: deltas 50 to 500 times too small")
+@report(
+    "vllm#42007",
+    symptom="FP8 activations without their scale reach the shrink: deltas 50 to 500 times too small",
+)
 def delta_scales_with_the_input(executor: str) -> None:
-    subject, case = served(executor, lora="one")
+    _, case = served(executor, lora="one")
     inputs = inputs_of(case)
     rows = inputs.adapter_ids >= 0  # type: ignore[operator]
     for factor in (2.0**-7, 1.0, 2.0**7):
@@ -95,7 +100,8 @@ def rank_64_on_block_weights() -> None:
     case = Case("block", "w8a8", "none", shape=Shape(4, 2, 256, 128))
     inputs = inputs_of(case)
     wide = LoRAAdapter(
-        2, *((rand(*s) / 16).astype(BF16) for s in ((4, 2, 64, 256), (4, 2, 128, 64), (4, 64, 128), (4, 256, 64)))
+        2,
+        *((rand(*s) / 16).astype(BF16) for s in ((4, 2, 64, 256), (4, 2, 128, 64), (4, 64, 128), (4, 256, 64))),
     )
     ids = np.full(case.tokens, 2, np.int32)
     options = {"config": case.config.with_lora(1, 64), "adapters": [wide], "adapter_ids": ids}
@@ -113,7 +119,10 @@ def codes_are_refused() -> None:
     guard_lora_input(codes, scales, "apply")
 
 
-@report("tpu-inference#2152", symptom="rows are quantised before they are gathered; adapters must still see the original")
+@report(
+    "tpu-inference#2152",
+    symptom="rows are quantised before they are gathered; adapters must still see the original",
+)
 def fp8_wire_keeps_adapter_input() -> None:
     case = Case("channel", "w8a8", "one")
     inputs = inputs_of(case)
@@ -121,21 +130,40 @@ def fp8_wire_keeps_adapter_input() -> None:
     wire = Recipe("w8a8", "token", "token", "fp8")
     got = delta_of("reference", case, recipe=wire)[rows]
     assert rel_l2(got, delta_of("reference", case)[rows]) < 0.1
-    call = make_call(inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.weights, config=case.config,
-                     adapters=inputs.adapters, adapter_ids=inputs.adapter_ids, recipe=Recipe("w8a8", "token", "token"))
+    call = make_call(
+        inputs.x,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        inputs.weights,
+        config=case.config,
+        adapters=inputs.adapters,
+        adapter_ids=inputs.adapter_ids,
+        recipe=Recipe("w8a8", "token", "token"),
+    )
     fed_fp8 = reference_moe(replace(call, recipe=replace(call.recipe, lora_input="fp8")))
     assert rel_l2(fed_fp8, reference_moe(call)) > 5e-3, "what adapters are fed must show"
 
 
-@report("sglang#23178", "sglang#24171", symptom="-1 reaches the adapter kernel, or lands on another adapter's expert")
+@report(
+    "sglang#23178",
+    "sglang#24171",
+    symptom="-1 reaches the adapter kernel, or lands on another adapter's expert",
+)
 def skipped_pairs_with_adapters(executor: str) -> None:
     subject, case = served(executor, lora="mixed", routing="skipped")
-    got, want = subject.result(case), inputs_of(case).run("reference", recipe=subject.declared(case).with_wire("f32"))
+    got, want = (
+        subject.result(case),
+        inputs_of(case).run("reference", recipe=subject.declared(case).with_wire("f32")),
+    )
     assert rel_l2(got, want) <= tolerances.TO_RECIPE.bound
 
 
-@report("vllm#38005", "vllm#38021", "vllm#40867",
-        symptom="adapters under expert parallelism: buffers by global counts, uneven ranks, round-robin placement")
+@report(
+    "vllm#38005",
+    "vllm#38021",
+    "vllm#40867",
+    symptom="adapters under expert parallelism: buffers by global counts, uneven ranks, round-robin placement",
+)
 def adapters_are_cut_like_weights() -> None:
     case = Case("channel", "w8a8", "mixed", shape=Shape(5, 2, 128, 128))
     inputs = inputs_of(case)
@@ -151,7 +179,10 @@ def adapters_are_cut_like_weights() -> None:
         assert rel_l2(total, inputs.run("reference")) < 5e-3
 
 
-@report("SkyRL#2129", symptom="an adapter reloaded in place under the same id frees buffers that a running step reads")
+@report(
+    "SkyRL#2129",
+    symptom="an adapter reloaded in place under the same id frees buffers that a running step reads",
+)
 def replace_in_use() -> None:
     pool = AdapterPool(BASE.with_lora(1, R))
     pool.load(one(1, value=1.0))
@@ -165,7 +196,10 @@ def replace_in_use() -> None:
     assert pool.generation > before
 
 
-@report("dynamo#8630", symptom="removing an adapter fails, adding is a no-op, and old weights serve under the new name")
+@report(
+    "dynamo#8630",
+    symptom="removing an adapter fails, adding is a no-op, and old weights serve under the new name",
+)
 def failing_removal_serves_nothing_old() -> None:
     class Stuck:
         def on_load(self, slot: int, layers: object) -> None: ...
@@ -184,7 +218,11 @@ def failing_removal_serves_nothing_old() -> None:
         pool.load(one(1, value=6.0))
 
 
-@report("tpu-inference#1717", "tpu-inference#1319", symptom="every adapter loaded recompiles: shapes follow their number")
+@report(
+    "tpu-inference#1717",
+    "tpu-inference#1319",
+    symptom="every adapter loaded recompiles: shapes follow their number",
+)
 def slots_do_not_change_with_loading() -> None:
     pool = AdapterPool(BASE.with_lora(8, R))
     shape = (pool.num_slots, pool.slot_nbytes)
@@ -196,7 +234,10 @@ def slots_do_not_change_with_loading() -> None:
         assert (pool.num_slots, pool.slot_nbytes) == shape
 
 
-@report("prime-rl#2073", symptom="each data-parallel rank numbers its slots; a rank's map applied to another's tokens corrupts")
+@report(
+    "prime-rl#2073",
+    symptom="each data-parallel rank numbers its slots; a rank's map applied to another's tokens corrupts",
+)
 def slots_differ_by_rank() -> None:
     config = BASE.with_lora(2, R)
     first, second = one(10, value=1.0), one(20, value=2.0)
@@ -211,8 +252,15 @@ def slots_differ_by_rank() -> None:
             assert {a.adapter_id: float(a.a2.flat[0]) for a in lease.adapters()} == {10: 1.0, 20: 2.0}
 
 
-@report("vllm-ascend#12451", "vllm-ascend#11841", "vllm-ascend#13365", "vllm-ascend#13333", "vllm-ascend#14367",
-        "vllm-ascend#10977", symptom="adapter ids must travel with the tokens that are exchanged")
+@report(
+    "vllm-ascend#12451",
+    "vllm-ascend#11841",
+    "vllm-ascend#13365",
+    "vllm-ascend#13333",
+    "vllm-ascend#14367",
+    "vllm-ascend#10977",
+    symptom="adapter ids must travel with the tokens that are exchanged",
+)
 def ids_travel_with_tokens(executor: str) -> None:
     holds("permutation", executor, lora="mixed")
 
@@ -222,13 +270,27 @@ def adapters_on_eight_ranks() -> None:
     holds("expert_parallel", "reference", lora="mixed", ep=8)
 
 
-@report("vllm#32005", "vllm#25914", "vllm#36370", "vllm#30984", "vllm#10898", "vllm#11436",
-        symptom="base traffic pays for adapters that are enabled and idle")
+@report(
+    "vllm#32005",
+    "vllm#25914",
+    "vllm#36370",
+    "vllm#30984",
+    "vllm#10898",
+    "vllm#11436",
+    symptom="base traffic pays for adapters that are enabled and idle",
+)
 def idle_adapters_do_no_work() -> None:
     case = Case("channel", "w8a8", "idle")
     inputs = inputs_of(case)
-    call = make_call(inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.weights, config=case.config,
-                     adapters=inputs.adapters, adapter_ids=inputs.adapter_ids)
+    call = make_call(
+        inputs.x,
+        inputs.topk_weights,
+        inputs.topk_ids,
+        inputs.weights,
+        config=case.config,
+        adapters=inputs.adapters,
+        adapter_ids=inputs.adapter_ids,
+    )
     assert call.adapters and not call.uses_adapters
     pool = AdapterPool(BASE.with_lora(1, R))
     pool.load(one(3))
@@ -248,23 +310,34 @@ def small_ranks() -> None:
     for rank in range(1, 9):
         shapes = ((2, 2, rank, 64), (2, 2, 64, rank), (2, rank, 64), (2, 64, rank))
         adapter = LoRAAdapter(1, *((rand(*s) / 4).astype(BF16) for s in shapes))
-        pad = LoRAAdapter(1, *(np.concatenate([a, np.zeros_like(a)], axis=axis) for a, axis in (
-            (adapter.a13, 2), (adapter.b13, 3), (adapter.a2, 1), (adapter.b2, 2))))
+        pad = LoRAAdapter(
+            1,
+            *(
+                np.concatenate([a, np.zeros_like(a)], axis=axis)
+                for a, axis in ((adapter.a13, 2), (adapter.b13, 3), (adapter.a2, 1), (adapter.b2, 2))
+            ),
+        )
         options = {"config": case.config.with_lora(1, 16), "adapter_ids": np.ones(4, np.int32)}
         got, padded = (inputs.run("reference", adapters=[a], **options) for a in (adapter, pad))
         assert bitwise_equal(got, padded), f"rank {rank} stored in a wider slot"
         assert not bitwise_equal(got, inputs.run("reference"))
 
 
-@report("vllm#41384", "vllm#52198", symptom="adapters of target_parameters are dropped in silence, or read with E * r as rank")
+@report(
+    "vllm#41384",
+    "vllm#52198",
+    symptom="adapters of target_parameters are dropped in silence, or read with E * r as rank",
+)
 def wrapped_parameters_are_read() -> None:
     prefix = AT
     inner, outer = f"{prefix}.base_layer", prefix
     a13, b13, a2, b2 = rand(E, 2 * R, H), rand(E, 2 * I, 2 * R), rand(E, 2 * R, I), rand(E, H, 2 * R)
     r = 2 * R
     tensors = {
-        f"{inner}.lora_A.weight": a13.reshape(E * r, H), f"{inner}.lora_B.weight": b13.transpose(1, 2, 0).reshape(2 * I, r * E),
-        f"{outer}.lora_A.weight": a2.reshape(E * r, I), f"{outer}.lora_B.weight": b2.transpose(1, 2, 0).reshape(H, r * E),
+        f"{inner}.lora_A.weight": a13.reshape(E * r, H),
+        f"{inner}.lora_B.weight": b13.transpose(1, 2, 0).reshape(2 * I, r * E),
+        f"{outer}.lora_A.weight": a2.reshape(E * r, I),
+        f"{outer}.lora_B.weight": b2.transpose(1, 2, 0).reshape(H, r * E),
     }
     with TemporaryDirectory() as folder:
         write_adapter(Path(folder), {"r": r, "lora_alpha": r}, tensors)
@@ -281,7 +354,8 @@ def packing_is_an_argument() -> None:
     slow = {
         f"{AT}.base_layer.lora_A.weight": a13.reshape(E * R, H),
         f"{AT}.base_layer.lora_B.weight": b13.transpose(1, 0, 2).reshape(2 * I, E * R),
-        f"{AT}.lora_A.weight": a2.reshape(E * R, I), f"{AT}.lora_B.weight": b2.transpose(1, 0, 2).reshape(H, E * R),
+        f"{AT}.lora_A.weight": a2.reshape(E * R, I),
+        f"{AT}.lora_B.weight": b2.transpose(1, 0, 2).reshape(H, E * R),
     }
     right, wrong = load(slow, b_packing="expert_slowest")[0], load(slow)
     assert np.array_equal(right.b2, b2)
@@ -307,7 +381,8 @@ def shared_experts_only() -> None:
 def other_names() -> None:
     first = per_expert()
     renamed = {
-        k.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2"): v for k, v in first.items()
+        k.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2"): v
+        for k, v in first.items()
     }
     bare = {k.removeprefix("base_model.model."): v for k, v in first.items()}
     want = load(first)[0]
@@ -316,7 +391,9 @@ def other_names() -> None:
         assert all(bitwise_equal(getattr(got, k), getattr(want, k)) for k in ("a13", "b13", "a2", "b2"))
 
 
-@report("TensorRT-LLM#13391", "vllm#32045", "VoxCPM#267", symptom="an adapter path unpickles a file: remote code")
+@report(
+    "TensorRT-LLM#13391", "vllm#32045", "VoxCPM#267", symptom="an adapter path unpickles a file: remote code"
+)
 def pickles_are_not_opened() -> None:
     import pickle
 
@@ -338,7 +415,13 @@ def mixed_ranks(executor: str) -> None:
     holds("relabelling", executor, lora="mixed")
 
 
-@report("vllm#29890", "vllm#33393", "vllm#29708", "vllm#28971", symptom="LoRA assumed of an experts class that lacks it")
+@report(
+    "vllm#29890",
+    "vllm#33393",
+    "vllm#29708",
+    "vllm#28971",
+    symptom="LoRA assumed of an experts class that lacks it",
+)
 def lora_is_declared() -> None:
     from isomoe.common.executors import executor_class
     from isomoe.common.support import declared_support
@@ -359,7 +442,7 @@ def truncated_adapter() -> None:
         raw = file.read_bytes()
         for cut in (len(raw) - 1, len(raw) // 2, 40, 7, 0):
             file.write_bytes(raw[:cut])
-            with pytest.raises(TensorFileError, match="adapter_model.safetensors"):
+            with pytest.raises(TensorFileError, match=r"adapter_model\.safetensors"):
                 load_lora_adapter(folder, BASE)
         write_tensors(file, per_expert())
         assert load_lora_adapter(folder, BASE)[0].rank == R

@@ -70,8 +70,13 @@ def _sign_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nan_wins_routing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(routing, "_top", lambda v, k: np.where(np.isnan(v).any(-1, keepdims=True), v.shape[-1],
-                                                         np.argsort(-v, axis=-1, kind="stable")[..., :k]))
+    patch.setattr(
+        routing,
+        "_top",
+        lambda v, k: np.where(
+            np.isnan(v).any(-1, keepdims=True), v.shape[-1], np.argsort(-v, axis=-1, kind="stable")[..., :k]
+        ),
+    )
 
 
 def _cast_without_clip(patch: pytest.MonkeyPatch) -> None:
@@ -91,6 +96,7 @@ def _swapped_gate_and_up(patch: pytest.MonkeyPatch) -> None:
 
 def _old_buffers_after_replace(patch: pytest.MonkeyPatch) -> None:
     """`replace` writes over the slot that running batches read."""
+
     def in_place(self: Any, adapter_id: int, layers: Any, who: str, old: int | None) -> None:
         slot = old if old is not None else next(i for i, s in enumerate(self._slots) if s.free)
         self._slots[slot].layers = {i: self._converted(a) for i, a in layers.items()}
@@ -140,7 +146,9 @@ def _skipped_pairs_kept(patch: pytest.MonkeyPatch) -> None:
 
     def leaky(call: Any, found: Any = None) -> np.ndarray:
         y = original(call, found)
-        bad = ~np.isfinite(call.x.astype(np.float32)).all(axis=1) | (np.abs(call.x.astype(np.float32)).max(axis=1) > 1e38)
+        bad = ~np.isfinite(call.x.astype(np.float32)).all(axis=1) | (
+            np.abs(call.x.astype(np.float32)).max(axis=1) > 1e38
+        )
         return y + np.float32(np.nan) if bad.any() else y
 
     patch.setattr(reference, "reference_moe", leaky)
@@ -183,4 +191,6 @@ def test_every_report_is_in_one_place() -> None:
 def test_the_document_is_up_to_date() -> None:
     if not document.PATH.exists():
         pytest.skip("an installed package carries no docs")
-    assert document.PATH.read_text(encoding="utf-8") == document.text(), "run python -m isomoe.tests.ledger.document"
+    assert document.PATH.read_text(encoding="utf-8") == document.text(), (
+        "run python -m isomoe.tests.ledger.document"
+    )

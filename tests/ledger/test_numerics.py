@@ -23,8 +23,14 @@ from isomoe.tests.ledger.test_routing_and_ids import holds, run_layer, served, s
 from isomoe.tests.matrix import WIDE, Case
 
 
-@report("ml_dtypes#260", "ml_dtypes#400", "pytorch#178817", "torchao#4359", "torchao#4364",
-        symptom="values above 448 become NaN in one library and 448 in another")
+@report(
+    "ml_dtypes#260",
+    "ml_dtypes#400",
+    "pytorch#178817",
+    "torchao#4359",
+    "torchao#4364",
+    symptom="values above 448 become NaN in one library and 448 in another",
+)
 def overflow_is_clipped() -> None:
     x = np.array([448, 449, 464, 480, 1e4, np.inf, -1e4], np.float32)
     codes = cast_fp8(x, np.float32(1)).astype(np.float32)
@@ -50,19 +56,32 @@ def zero_weight_rows() -> None:
     w13[:, 3] = 0
     weights = quantize_moe_weights(w13, RNG.standard_normal((2, 32, 32)).astype(np.float32), "channel")
     assert np.isfinite(weights.w13_scale).all()
-    assert np.isfinite(run_layer(weights, 1, RNG.standard_normal((3, 32)), np.zeros((3, 1), np.int32)).astype(np.float32)).all()
+    assert np.isfinite(
+        run_layer(weights, 1, RNG.standard_normal((3, 32)), np.zeros((3, 1), np.int32)).astype(np.float32)
+    ).all()
 
 
-@report("vllm#31394", "flashinfer#2356", symptom="block scales near 1e-8 underflow in low precision; accuracy collapses")
+@report(
+    "vllm#31394",
+    "flashinfer#2356",
+    symptom="block scales near 1e-8 underflow in low precision; accuracy collapses",
+)
 def tiny_block_scales() -> None:
     weights = small_layer(2, 256, 128, "block")
     tiny = replace(
-        weights, w13_scale=(weights.w13_scale / weights.w13_scale.max() * 1e-8).astype(np.float32),
+        weights,
+        w13_scale=(weights.w13_scale / weights.w13_scale.max() * 1e-8).astype(np.float32),
         w2_scale=weights.w2_scale * 1e3,
     )
     x = (RNG.standard_normal((6, 256)) * 1e3).astype(BF16)
-    call = make_call(x, np.ones((6, 1), np.float32), np.zeros((6, 1), np.int32), tiny, config=FusedMoEConfig(2, 1, 256, 128),
-                     recipe="w8a16")
+    call = make_call(
+        x,
+        np.ones((6, 1), np.float32),
+        np.zeros((6, 1), np.int32),
+        tiny,
+        config=FusedMoEConfig(2, 1, 256, 128),
+        recipe="w8a16",
+    )
     assert rel_l2(reference_moe(call), truth(call)) < 1e-2
     assert reference_moe(call).any()
 
@@ -80,11 +99,20 @@ def channel_equals_repeated_blocks() -> None:
         for a, b in zip(block.dequantize(e), channel.dequantize(e), strict=True):
             assert bitwise_equal(a, b)
     x, ids = RNG.standard_normal((5, 256)), np.array([[0], [1], [0], [1], [1]], np.int32)
-    assert rel_l2(run_layer(block, 1, x, ids, recipe="w8a16"), run_layer(channel, 1, x, ids, recipe="w8a16")) < 3e-3
+    assert (
+        rel_l2(run_layer(block, 1, x, ids, recipe="w8a16"), run_layer(channel, 1, x, ids, recipe="w8a16"))
+        < 3e-3
+    )
 
 
-@report("tpu-inference#1627", "tpu-inference#2405", "tpu-inference#2793", "tpu-inference#2891", "tpu-inference#2325",
-        symptom="several quantisation blocks in one tile share a scale, or blocks are requantised on the way")
+@report(
+    "tpu-inference#1627",
+    "tpu-inference#2405",
+    "tpu-inference#2793",
+    "tpu-inference#2891",
+    "tpu-inference#2325",
+    symptom="several quantisation blocks in one tile share a scale, or blocks are requantised on the way",
+)
 def distinct_block_scales(executor: str) -> None:
     subject, case = served(executor)
     recipe = "w8a8" if "w8a8" in subject.support.recipes else "w8a16"
@@ -92,7 +120,8 @@ def distinct_block_scales(executor: str) -> None:
     inputs = inputs_of(case)
     steps = 2.0 ** (np.arange(inputs.weights.w13_scale.size) % 4)
     weights = replace(
-        inputs.weights, w13_scale=(inputs.weights.w13_scale * steps.reshape(inputs.weights.w13_scale.shape)).astype(np.float32)
+        inputs.weights,
+        w13_scale=(inputs.weights.w13_scale * steps.reshape(inputs.weights.w13_scale.shape)).astype(np.float32),
     )
     got = subject.run(case, weights=weights)
     want = inputs.run("reference", weights=weights, recipe=recipe)
@@ -100,7 +129,9 @@ def distinct_block_scales(executor: str) -> None:
     assert rel_l2(got, inputs.run("reference", recipe=recipe)) > 0.1, "the scales make no difference"
 
 
-@report("vllm#34892", "sglang#21317", "vllm#11764", symptom="a backend's numerics lose accuracy that another keeps")
+@report(
+    "vllm#34892", "sglang#21317", "vllm#11764", symptom="a backend's numerics lose accuracy that another keeps"
+)
 def cosine_to_truth(executor: str) -> None:
     subject, case = served(executor)
     truth_ = inputs_of(case).run("reference", recipe="float64", ep_size=1)
@@ -115,8 +146,17 @@ def w8a16_refuses_fp8_activations() -> None:
         inputs.run("marlin")
 
 
-@report("vllm#17569", "vllm#25292", "vllm#54178", "Qwen3#1485", "vllm#58152", "vllm#52997", "vllm#48173", "vllm#39046",
-        symptom="a tensor-parallel share that is no multiple of 128 cuts a scale block")
+@report(
+    "vllm#17569",
+    "vllm#25292",
+    "vllm#54178",
+    "Qwen3#1485",
+    "vllm#58152",
+    "vllm#52997",
+    "vllm#48173",
+    "vllm#39046",
+    symptom="a tensor-parallel share that is no multiple of 128 cuts a scale block",
+)
 def block_shares() -> None:
     from isomoe.common.layer_buffers import LayerLayout
 
@@ -124,15 +164,23 @@ def block_shares() -> None:
         return LayerLayout("block", "weight_scale_inv", False, False, True, 8, tuple(range(8)), 2048, share, tp)
 
     for inter, tp in ((640, 2), (640, 4), (768, 4), (1536, 8), (2560, 8)):
-        with pytest.raises(ValueError, match=r"a scale block cannot be cut; use fewer tensor-parallel ranks, or expert"):
+        with pytest.raises(
+            ValueError, match=r"a scale block cannot be cut; use fewer tensor-parallel ranks, or expert"
+        ):
             layout(inter // tp, tp)
     assert layout(256, 4).specs()["w13_weight_scale_inv"].shape == (8, 4, 16)
     # Whole experts of the same sizes are served.
     weights = small_layer(2, 128, 320, "block")
     assert weights.w13_scale.shape == (2, 6, 1)
     x = RNG.standard_normal((3, 128))
-    call = make_call(x.astype(BF16), np.ones((3, 1), np.float32), np.zeros((3, 1), np.int32), weights,
-                     config=FusedMoEConfig(2, 1, 128, 320), recipe="w8a16")
+    call = make_call(
+        x.astype(BF16),
+        np.ones((3, 1), np.float32),
+        np.zeros((3, 1), np.int32),
+        weights,
+        config=FusedMoEConfig(2, 1, 128, 320),
+        recipe="w8a16",
+    )
     assert rel_l2(reference_moe(call), truth(call)) < 1e-2
 
 
@@ -145,24 +193,44 @@ def online_blocks_of_192() -> None:
     assert rel_l2(got13, w13[0]) < 4e-2 and rel_l2(got2, w2[0]) < 4e-2
 
 
-@report("Primus-Turbo#320", "vllm#36807", "vllm#45703", "vllm#43910", "vllm#41947", "vllm#48696", "vllm#47769",
-        symptom="sizes that are no multiple of the kernel's tile: I of 96, 232, 464, n=130, K=2880")
+@report(
+    "Primus-Turbo#320",
+    "vllm#36807",
+    "vllm#45703",
+    "vllm#43910",
+    "vllm#41947",
+    "vllm#48696",
+    "vllm#47769",
+    symptom="sizes that are no multiple of the kernel's tile: I of 96, 232, 464, n=130, K=2880",
+)
 def ragged_sizes() -> None:
-    for hidden, inter, scheme in ((256, 464, "channel"), (130, 232, "channel"), (130, 96, "block"), (360, 176, "block")):
+    for hidden, inter, scheme in (
+        (256, 464, "channel"),
+        (130, 232, "channel"),
+        (130, 96, "block"),
+        (360, 176, "block"),
+    ):
         weights = small_layer(2, hidden, inter, scheme)
         x, ids = RNG.standard_normal((48, hidden)), (np.arange(48, dtype=np.int32) % 2)[:, None]
         config = FusedMoEConfig(2, 1, hidden, inter)
         for recipe, bound in (("w8a8", tolerances.W8A8_TO_TRUTH), ("w8a16", tolerances.W8A16_TO_TRUTH)):
-            call = make_call(x.astype(BF16), np.ones((48, 1), np.float32), ids, weights, config=config, recipe=recipe)
+            call = make_call(
+                x.astype(BF16), np.ones((48, 1), np.float32), ids, weights, config=config, recipe=recipe
+            )
             assert rel_l2(reference_moe(call), truth(call)) <= bound.bound, (hidden, inter, scheme, recipe)
 
 
-@report("flashinfer#3650", symptom="NaN in a tile's padding rows corrupts its valid rows; global cosine still 0.9997")
+@report(
+    "flashinfer#3650",
+    symptom="NaN in a tile's padding rows corrupts its valid rows; global cosine still 0.9997",
+)
 def nan_in_padding(executor: str) -> None:
     holds("padding_nan", executor, lora="mixed")
 
 
-@report("sglang#32843", "tpu-inference one-hot unpermute", symptom="uninitialised rows of 1e35 enter an FP8 product")
+@report(
+    "sglang#32843", "tpu-inference one-hot unpermute", symptom="uninitialised rows of 1e35 enter an FP8 product"
+)
 def huge_padding(executor: str) -> None:
     subject, case = served(executor)
     inputs = inputs_of(case)
@@ -179,8 +247,12 @@ def one_result_dtype() -> None:
     for scheme, recipe in (("channel", "w8a8"), ("channel", "w8a16"), ("block", "w8a8"), ("bf16", "bf16")):
         for tokens in (0, 4):
             inputs = inputs_of(Case(scheme, recipe, tokens=4))
-            got = inputs.run("reference", x=inputs.x[:tokens], topk_weights=inputs.topk_weights[:tokens],
-                             topk_ids=inputs.topk_ids[:tokens])
+            got = inputs.run(
+                "reference",
+                x=inputs.x[:tokens],
+                topk_weights=inputs.topk_weights[:tokens],
+                topk_ids=inputs.topk_ids[:tokens],
+            )
             assert got.dtype == BF16
 
 
@@ -189,10 +261,16 @@ def wide_hidden(executor: str) -> None:
     holds("parity", executor, shape=WIDE, tokens=5)
 
 
-@report("tpu-inference#1136", "tpu-inference#1262", symptom="FP8 that a generation's matrix unit does not multiply")
+@report(
+    "tpu-inference#1136", "tpu-inference#1262", symptom="FP8 that a generation's matrix unit does not multiply"
+)
 def fp8_by_generation() -> None:
     assert {g: Platform.tpu(g).has_fp8_mma for g in ("v5e", "v5p", "v6e", "v7x")} == {
-        "v5e": False, "v5p": False, "v6e": False, "v7x": True}
+        "v5e": False,
+        "v5p": False,
+        "v6e": False,
+        "v7x": True,
+    }
 
 
 @report("vllm#20408", "vllm#39662", "vllm#30830", symptom="online quantisation loses accuracy")
@@ -219,7 +297,13 @@ def gate_and_up() -> None:
     assert rel_l2(got, (up / (1 + np.exp(-up)) * gate) @ w2.T) > 0.5
 
 
-@report("maxtext#3351", "maxtext#4086", "maxtext#1828", "maxtext#4969", symptom="the path of one rank differs from the dense layer")
+@report(
+    "maxtext#3351",
+    "maxtext#4086",
+    "maxtext#1828",
+    "maxtext#4969",
+    symptom="the path of one rank differs from the dense layer",
+)
 def one_rank_is_dense(executor: str) -> None:
     subject, case = served(executor)
     inputs = inputs_of(case)
@@ -240,13 +324,20 @@ def switches_are_off_for_zero() -> None:
     for value, reports in (("0", False), ("false", False), ("", False), ("1", True)):
         seen: list[logging.LogRecord] = []
         handler = logging.Handler()
-        handler.emit = seen.append  # type: ignore[method-assign]
+        handler.emit = seen.append  # type: ignore[assignment]
         logger = logging.getLogger("isomoe.common.executors")
         logger.addHandler(handler)
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("ISOMOE_CHECK", value)
-                run_moe("reference", inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.weights, config=inputs.case.config)
+                run_moe(
+                    "reference",
+                    inputs.x,
+                    inputs.topk_weights,
+                    inputs.topk_ids,
+                    inputs.weights,
+                    config=inputs.case.config,
+                )
         finally:
             logger.removeHandler(handler)
         assert bool(seen) == reports, value

@@ -74,7 +74,9 @@ def poisoned_padding() -> None:
         assert bitwise_equal(weights[:-1], clean[:-1]) and bitwise_equal(got[:-1], ids[:-1])
 
 
-@report("vllm#50845", symptom="a stale, large positive id passes an expert_map check that looks at the sign only")
+@report(
+    "vllm#50845", symptom="a stale, large positive id passes an expert_map check that looks at the sign only"
+)
 def stale_id(executor: str) -> None:
     subject, case = served(executor)
     inputs = inputs_of(case)
@@ -104,13 +106,21 @@ def id_equal_to_local_count(executor: str) -> None:
     subject, case = served(executor)
     inputs = inputs_of(case)
     placement = ExpertPlacement(8, 2)
-    share = {"weights": inputs.weights.take(placement.experts_of(0)), "expert_map": placement.expert_map(0), "ep_size": 1}
+    share = {
+        "weights": inputs.weights.take(placement.experts_of(0)),
+        "expert_map": placement.expert_map(0),
+        "ep_size": 1,
+    }
     ids = np.full_like(inputs.topk_ids, 4)  # local experts are 0 to 3; expert 4 is another rank's
     assert not subject.run(case, topk_ids=ids, **share).astype(np.float32).any()
 
 
-@report("sglang#22455", "tpu-inference#1806", "tpu-inference#1864",
-        symptom="no token at all, or none for most experts: sizes that are no power of two, memory not cleared")
+@report(
+    "sglang#22455",
+    "tpu-inference#1806",
+    "tpu-inference#1864",
+    symptom="no token at all, or none for most experts: sizes that are no power of two, memory not cleared",
+)
 def empty_and_lopsided() -> None:
     weights = small_layer(3, 96, 40)
     assert run_layer(weights, 1, np.zeros((0, 96)), np.zeros((0, 1), np.int32)).shape == (0, 96)
@@ -136,7 +146,12 @@ def many_tokens() -> None:
     assert bitwise_equal(got[-2:], last)
 
 
-@report("pytorch#174314", "pytorch#154557", "cosmos-rl#32", symptom="experts with fewer than 128 or no tokens give NaN")
+@report(
+    "pytorch#174314",
+    "pytorch#154557",
+    "cosmos-rl#32",
+    symptom="experts with fewer than 128 or no tokens give NaN",
+)
 def small_groups() -> None:
     weights = small_layer(4, 64, 32)
     ids = np.array([[1]] * 5 + [[3]], np.int32)  # groups of 0, 5, 0 and 1
@@ -155,7 +170,11 @@ def one_token_many_experts() -> None:
     assert bitwise_equal(got, pair)
 
 
-@report("flashinfer#3547", "flashinfer#3957", symptom="a local expert offset above zero gives zeros, or writes past the end")
+@report(
+    "flashinfer#3547",
+    "flashinfer#3957",
+    symptom="a local expert offset above zero gives zeros, or writes past the end",
+)
 def expert_offsets() -> None:
     subject, case = served("reference")
     inputs, whole = inputs_of(case), np.zeros(inputs_of(case).x.shape, np.float32)
@@ -164,7 +183,9 @@ def expert_offsets() -> None:
         for rank in range(ep):
             placement = ExpertPlacement(8, ep)
             part = subject.run(
-                case, weights=inputs.weights.take(placement.experts_of(rank)), expert_map=placement.expert_map(rank)
+                case,
+                weights=inputs.weights.take(placement.experts_of(rank)),
+                expert_map=placement.expert_map(rank),
             ).astype(np.float32)
             visits = np.isin(inputs.topk_ids, placement.experts_of(rank)).any(axis=1)
             assert part[visits].any(axis=1).all(), "a rank with an offset returned zeros"
@@ -208,7 +229,8 @@ def int64_ids(executor: str) -> None:
     subject, case = served(executor, lora="mixed")
     inputs = inputs_of(case)
     wide = subject.run(
-        case, topk_ids=inputs.topk_ids.astype(np.int64),
+        case,
+        topk_ids=inputs.topk_ids.astype(np.int64),
         adapter_ids=inputs.adapter_ids.astype(np.int64),  # type: ignore[union-attr]
     )
     assert bitwise_equal(wide, subject.result(case))
@@ -221,19 +243,28 @@ def remote_rows_are_zero(executor: str) -> None:
     ids = np.where(inputs.topk_ids < 4, inputs.topk_ids + 4, inputs.topk_ids).astype(np.int32)
     ids[:, 1] = np.where(ids[:, 0] == ids[:, 1], 4 + (ids[:, 1] - 3) % 4, ids[:, 1])
     got = subject.run(
-        case, topk_ids=ids, weights=inputs.weights.take(placement.experts_of(0)), expert_map=placement.expert_map(0)
+        case,
+        topk_ids=ids,
+        weights=inputs.weights.take(placement.experts_of(0)),
+        expert_map=placement.expert_map(0),
     )
     assert not got.astype(np.float32).any()
 
 
-@report("tpu-inference#3135", "tpu-inference#3219", symptom="one token a group over 64 groups takes the wrong scales")
+@report(
+    "tpu-inference#3135",
+    "tpu-inference#3219",
+    symptom="one token a group over 64 groups takes the wrong scales",
+)
 def groups_of_one() -> None:
     weights = small_layer(64, 32, 16)
     x = RNG.standard_normal((64, 32))
     ids = np.arange(64, dtype=np.int32)[:, None]
     got = run_layer(weights, 1, x, ids)
     for e in (0, 31, 63):
-        assert bitwise_equal(got[e], run_layer(weights.take(np.array([e])), 1, x[[e]], np.zeros((1, 1), np.int32))[0])
+        assert bitwise_equal(
+            got[e], run_layer(weights.take(np.array([e])), 1, x[[e]], np.zeros((1, 1), np.int32))[0]
+        )
 
 
 @report("sglang-jax#1507", symptom="decode batches that do not divide by the ranks")
@@ -253,19 +284,30 @@ def many_experts_over_ranks() -> None:
         placement = ExpertPlacement(512, 4)
         config = FusedMoEConfig(512, 1, 32, 8)
         call = make_call(
-            x.astype(BF16), np.ones((9, 1), np.float32), ids, weights.take(placement.experts_of(rank)), config=config,
+            x.astype(BF16),
+            np.ones((9, 1), np.float32),
+            ids,
+            weights.take(placement.experts_of(rank)),
+            config=config,
             expert_map=placement.expert_map(rank),
         )
         total += reference_moe(call)
     assert rel_l2(total, run_layer(weights, 1, x, ids)) < 5e-3
 
 
-@report("vllm#33543", "vllm#51290", "vllm#45683", symptom="results differ from run to run, or with the order of the combine")
+@report(
+    "vllm#33543",
+    "vllm#51290",
+    "vllm#45683",
+    symptom="results differ from run to run, or with the order of the combine",
+)
 def fixed_order() -> None:
     case = Case("channel", "w8a8", "mixed", shape=Shape(8, 4, 256, 128))
     inputs = inputs_of(case)
     assert bitwise_equal(inputs.run("reference"), inputs.run("reference"))
-    call = make_call(inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.weights, config=replace(case, lora="none").config)
+    call = make_call(
+        inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.weights, config=replace(case, lora="none").config
+    )
     terms = np.zeros((4, *inputs.x.shape), np.float32)
     for k in range(4):
         only = np.full_like(inputs.topk_ids, -1)

@@ -55,24 +55,45 @@ def sources(folder: str) -> list[Path]:
     return [p for p in (ROOT / folder).rglob("*.py") if "__pycache__" not in p.parts]
 
 
-@report("vllm#32414", "vllm#32908", "vllm#31996", "vllm#32438", "tpu-inference#1512", "tpu-inference#1521",
-        symptom="constructors call the FP8 selector, which raises on a TPU")
+@report(
+    "vllm#32414",
+    "vllm#32908",
+    "vllm#31996",
+    "vllm#32438",
+    "tpu-inference#1512",
+    "tpu-inference#1521",
+    symptom="constructors call the FP8 selector, which raises on a TPU",
+)
 def constructors_on_a_tpu() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_DEEP_GEMM", "1")
         for backend in ("auto", "triton", "marlin"):
             for keys in (BLOCK, CHANNEL):
-                assert select_fp8_moe_backend(CONFIG, *keys, platform=TPU, moe_backend=backend) == (Fp8MoeBackend.NONE, None)
+                assert select_fp8_moe_backend(CONFIG, *keys, platform=TPU, moe_backend=backend) == (
+                    Fp8MoeBackend.NONE,
+                    None,
+                )
             options = {"platform": TPU, "moe_backend": backend}
             for method in (
                 Fp8MoEMethod(FP8_CONFIG, CONFIG, **options),
                 CompressedTensorsW8A8Fp8MoEMethod(
-                    {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-                    {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}, CONFIG, **options),
+                    {
+                        "num_bits": 8,
+                        "type": "float",
+                        "strategy": "channel",
+                        "symmetric": True,
+                        "dynamic": False,
+                    },
+                    {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
+                    CONFIG,
+                    **options,
+                ),
                 ModelOptFp8MoEMethod(None, CONFIG, **options),
             ):
                 assert method.fp8_backend is Fp8MoeBackend.NONE and method.experts_cls is None
-            assert UnquantizedFusedMoEMethod(CONFIG, **options).unquantized_backend is UnquantizedMoeBackend.NONE
+            assert (
+                UnquantizedFusedMoEMethod(CONFIG, **options).unquantized_backend is UnquantizedMoeBackend.NONE
+            )
 
 
 @report("vllm#45661", "vllm#34356", symptom="`no backend supports the configuration` and not a word why")
@@ -82,7 +103,9 @@ def refusals_give_every_reason() -> None:
     for name in ("triton", "marlin", "pallas_ep"):
         assert name in str(caught.value)
     assert "compute capability" in str(caught.value)
-    rows = explain_selection(replace(CONFIG, num_experts=512, intermediate_size=640), *BLOCK, platform=H100).rows
+    rows = explain_selection(
+        replace(CONFIG, num_experts=512, intermediate_size=640), *BLOCK, platform=H100
+    ).rows
     assert all(row.reason for row in rows)
 
 
@@ -93,7 +116,9 @@ def offered_names_are_served_or_refused_by_name() -> None:
             continue
         for keys in (BLOCK, CHANNEL, KEYS_OF_SCHEME["tensor"]):
             assert explain_selection(CONFIG, *keys, platform=H100, moe_backend=name).ok
-    with pytest.raises(ValueError, match=r"moe_backend='emulation' is not a registered .*want one of auto, marlin"):
+    with pytest.raises(
+        ValueError, match=r"moe_backend='emulation' is not a registered .*want one of auto, marlin"
+    ):
         select_fp8_moe_backend(CONFIG, *BLOCK, platform=H100, moe_backend="emulation")
 
 
@@ -103,16 +128,36 @@ def marlin_by_name_with_lora() -> None:
     assert backend is Fp8MoeBackend.MARLIN and cls is not None and cls.support.lora
 
 
-@report("vllm#17579", "vllm#18182", "vllm#17764", "vllm#17581", "vllm#15336", symptom="FP8 experts on an A100: fp8e4nv unsupported")
+@report(
+    "vllm#17579",
+    "vllm#18182",
+    "vllm#17764",
+    "vllm#17581",
+    "vllm#15336",
+    symptom="FP8 experts on an A100: fp8e4nv unsupported",
+)
 def fp8_on_a100() -> None:
     for keys in (BLOCK, CHANNEL, KEYS_OF_SCHEME["tensor"]):
         assert select_fp8_moe_backend(CONFIG, *keys, platform=A100)[0] is Fp8MoeBackend.MARLIN
 
 
-@report("vllm#33490", "vllm#37056", "vllm#44220", "vllm#54742", symptom="the default backend is wrong for an architecture")
+@report(
+    "vllm#33490",
+    "vllm#37056",
+    "vllm#44220",
+    "vllm#54742",
+    symptom="the default backend is wrong for an architecture",
+)
 def defaults_by_architecture() -> None:
-    table = {(7, 5): "marlin", (8, 0): "marlin", (8, 6): "marlin", (8, 9): "triton", (9, 0): "triton", (10, 0): "triton",
-             (12, 0): "triton"}
+    table = {
+        (7, 5): "marlin",
+        (8, 0): "marlin",
+        (8, 6): "marlin",
+        (8, 9): "triton",
+        (9, 0): "triton",
+        (10, 0): "triton",
+        (12, 0): "triton",
+    }
     for capability, name in table.items():
         for lora in (False, True):
             config = CONFIG.with_lora(4, 16) if lora else CONFIG
@@ -121,7 +166,9 @@ def defaults_by_architecture() -> None:
     assert select_unquantized_moe_backend(CONFIG, platform=H100)[0] is UnquantizedMoeBackend.TRITON
 
 
-@report("vllm#51001", "vllm#32878", symptom="with LoRA the unquantised selector returns early and skips its checks")
+@report(
+    "vllm#51001", "vllm#32878", symptom="with LoRA the unquantised selector returns early and skips its checks"
+)
 def unquantised_selection_with_lora_checks() -> None:
     config = CONFIG.with_lora(4, 16)
     assert select_unquantized_moe_backend(config, platform=H100)[0] is UnquantizedMoeBackend.TRITON
@@ -131,15 +178,26 @@ def unquantised_selection_with_lora_checks() -> None:
         select_unquantized_moe_backend(config, platform=Platform.rocm("gfx942"))
 
 
-@report("vllm-kunlun#317", "llm-scaler#530", symptom="an out-of-tree device that calls itself CUDA-alike gets the CUDA error")
+@report(
+    "vllm-kunlun#317",
+    "llm-scaler#530",
+    symptom="an out-of-tree device that calls itself CUDA-alike gets the CUDA error",
+)
 def cuda_alike_is_not_cuda() -> None:
     for alike in (True, False):
         target = Platform.out_of_tree("kunlun", cuda_alike=alike)
         assert select_fp8_moe_backend(CONFIG, *BLOCK, platform=target) == (Fp8MoeBackend.NONE, None)
 
 
-@report("vllm#53897", "vllm#50556", "vllm#54294", "vllm#37753", "vllm#37776", "vllm#48105",
-        symptom="out-of-tree authors cannot register a backend")
+@report(
+    "vllm#53897",
+    "vllm#50556",
+    "vllm#54294",
+    "vllm#37753",
+    "vllm#37776",
+    "vllm#48105",
+    symptom="out-of-tree authors cannot register a backend",
+)
 def registration() -> None:
     options = {"platforms": ("cuda",), "schemes": ("block",), "auto_select": False}
     path = f"{planted.__name__}:Honest"
@@ -169,8 +227,10 @@ def the_executor_is_told_the_ranks() -> None:
             seen.append(call.ep_size)
             return super().faulty(call)
 
-    setattr(planted, "LedgerSpy", Spy)
-    register_moe_backend("ledger_spy", f"{planted.__name__}:LedgerSpy", platforms=("cpu",), schemes=("channel",))
+    planted.LedgerSpy = Spy
+    register_moe_backend(
+        "ledger_spy", f"{planted.__name__}:LedgerSpy", platforms=("cpu",), schemes=("channel",)
+    )
     try:
         inputs = inputs_of(Case("channel", "w8a8"))
         inputs.run("ledger_spy", ep_size=4)
@@ -180,14 +240,20 @@ def the_executor_is_told_the_ranks() -> None:
     assert seen == [4]
 
 
-@report("vllm#35382", "vllm#39490", symptom="wrapping a method for LoRA fails: monolithic, or LoRA not known to it")
+@report(
+    "vllm#35382", "vllm#39490", symptom="wrapping a method for LoRA fails: monolithic, or LoRA not known to it"
+)
 def methods_take_adapters() -> None:
-    method = Fp8MoEMethod(FP8_CONFIG, FusedMoEConfig(4, 2, 128, 128).with_lora(2, 8), platform=TPU, moe_backend="reference")
+    method = Fp8MoEMethod(
+        FP8_CONFIG, FusedMoEConfig(4, 2, 128, 128).with_lora(2, 8), platform=TPU, moe_backend="reference"
+    )
     assert method.is_monolithic is False
     assert method.moe.is_lora_enabled
 
 
-@report("tpu-inference#2781", symptom="a tensor-parallel cap on w2's block is applied to expert-parallel experts")
+@report(
+    "tpu-inference#2781", symptom="a tensor-parallel cap on w2's block is applied to expert-parallel experts"
+)
 def experts_stay_whole_under_ep() -> None:
     parallel = FusedMoEParallelConfig(tp_size=8, ep_size=8, use_ep=True)
     config = FusedMoEConfig(16, 2, 256, 640, moe_parallel_config=parallel)
@@ -202,27 +268,50 @@ def _checkpoint(root: Path, change=None, experts: int = 4) -> Path:
     tensors: dict[str, np.ndarray] = {}
     for e in range(experts):
         weights = small_layer(1, hidden, inter, "channel")
-        parts = {"gate_proj": (weights.w13[0, :inter], weights.w13_scale[0, :inter]),
-                 "up_proj": (weights.w13[0, inter:], weights.w13_scale[0, inter:]),
-                 "down_proj": (weights.w2[0], weights.w2_scale[0])}
+        parts = {
+            "gate_proj": (weights.w13[0, :inter], weights.w13_scale[0, :inter]),
+            "up_proj": (weights.w13[0, inter:], weights.w13_scale[0, inter:]),
+            "down_proj": (weights.w2[0], weights.w2_scale[0]),
+        }
         for name, (codes, scale) in parts.items():
             tensors[f"{at}.{e}.{name}.weight"] = codes
             tensors[f"{at}.{e}.{name}.weight_scale"] = scale[:, None]
     if change is not None:
         change(tensors, at)
-    group = {"targets": ["Linear"],
-             "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-             "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "input_activations": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "token",
+            "symmetric": True,
+            "dynamic": True,
+        },
+    }
     config = {
-        "model_type": "qwen3_moe", "hidden_size": hidden, "moe_intermediate_size": inter, "num_experts": experts,
-        "num_experts_per_tok": 2, "num_hidden_layers": 1, "norm_topk_prob": True,
-        "quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized",
-                                "config_groups": {"group_0": group}, "ignore": ["lm_head"]},
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden,
+        "moe_intermediate_size": inter,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "norm_topk_prob": True,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        },
     }
     return write_checkpoint(root, config, tensors, shards=2)
 
 
-@report("tpu-inference#1320", "tpu-inference#1729", symptom="compressed-tensors FP8 experts (channel, token) do not load")
+@report(
+    "tpu-inference#1320",
+    "tpu-inference#1729",
+    symptom="compressed-tensors FP8 experts (channel, token) do not load",
+)
 def compressed_tensors_loads() -> None:
     with TemporaryDirectory() as folder:
         config, weights = load_moe_layer(_checkpoint(Path(folder) / "m"), 0)
@@ -260,8 +349,10 @@ def unloaded_experts_are_found() -> None:
     method.create_weights(layer, num_experts=2, hidden_size=128, intermediate_size_per_partition=128)
     weights = small_layer(2, 128, 128, "block")
     for e in range(2):
-        for shard, codes, scale in (("w1", weights.w13[e, :128], weights.w13_scale[e, :1]),
-                                    ("w3", weights.w13[e, 128:], weights.w13_scale[e, 1:])):
+        for shard, codes, scale in (
+            ("w1", weights.w13[e, :128], weights.w13_scale[e, :1]),
+            ("w3", weights.w13[e, 128:], weights.w13_scale[e, 1:]),
+        ):
             layer.weight_loader("w13_weight", codes, shard, e)
             layer.weight_loader("w13_weight_scale_inv", scale, shard, e)
     with pytest.raises(ValueError, match=r"weights were not loaded.*w2_weight: expert 0 w2"):
@@ -273,7 +364,12 @@ def unloaded_experts_are_found() -> None:
     assert bitwise_equal(layer.moe_weights.w13, weights.w13), "codes keep their bits: nothing is requantised"
 
 
-@report("tpu-inference#1842", "tpu-inference#2005", "tpu-inference#2413", symptom="loading one rank's experts takes the memory of all")
+@report(
+    "tpu-inference#1842",
+    "tpu-inference#2005",
+    "tpu-inference#2413",
+    symptom="loading one rank's experts takes the memory of all",
+)
 def a_share_costs_a_share() -> None:
     import tracemalloc
 
@@ -302,8 +398,11 @@ def optional_packages_are_not_imported() -> None:
     for folder in ("common", "cuda_impl", "tpu_impl"):
         for path in sources(folder):
             for node in ast.walk(ast.parse(path.read_text())):
-                names = [a.name for a in node.names] if isinstance(node, ast.Import) else (
-                    [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])
+                names = (
+                    [a.name for a in node.names]
+                    if isinstance(node, ast.Import)
+                    else ([node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])
+                )
                 assert not any(n.split(".")[0] == "triton_kernels" for n in names), path.name
 
 
@@ -336,7 +435,9 @@ def override_is_per_layer() -> None:
 @report("sglang-jax#1271", "sglang-jax#1249", symptom="block sizes are searched apart and refuse I=768")
 def tpu_layers_of_any_width() -> None:
     for inter in (320, 768, 1408, 2560):
-        report_ = explain_selection(replace(CONFIG, intermediate_size=inter), *CHANNEL, platform=Platform.tpu("v6e"))
+        report_ = explain_selection(
+            replace(CONFIG, intermediate_size=inter), *CHANNEL, platform=Platform.tpu("v6e")
+        )
         assert report_.executor == "pallas_ep", inter
 
 
@@ -348,11 +449,17 @@ def adapters_reach_all_three_projections() -> None:
     zero13, zero2 = np.zeros_like(adapter.b13), np.zeros_like(adapter.b2)
     gate, up = zero13.copy(), zero13.copy()
     gate[:, 0], up[:, 1] = adapter.b13[:, 0], adapter.b13[:, 1]
-    for only in (replace(adapter, b13=gate, b2=zero2), replace(adapter, b13=up, b2=zero2), replace(adapter, b13=zero13)):
+    for only in (
+        replace(adapter, b13=gate, b2=zero2),
+        replace(adapter, b13=up, b2=zero2),
+        replace(adapter, b13=zero13),
+    ):
         assert not bitwise_equal(inputs.run("reference", adapters=[only]), plain)
 
 
-@report("gap: imports of a selection", symptom="selecting on a host without CUDA imports CUDA packages and fails")
+@report(
+    "gap: imports of a selection", symptom="selecting on a host without CUDA imports CUDA packages and fails"
+)
 def selection_imports_nothing() -> None:
     code = (
         "import sys, isomoe\n"
@@ -372,7 +479,14 @@ def bf16_keys_are_refused() -> None:
         select_fp8_moe_backend(CONFIG, kBf16, kBf16, platform=H100)
     inputs = inputs_of(Case("bf16", "bf16"))
     with pytest.raises(ValueError, match="recipe"):
-        make_call(inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.weights, config=inputs.case.config, recipe="w8a8")
+        make_call(
+            inputs.x,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            inputs.weights,
+            config=inputs.case.config,
+            recipe="w8a8",
+        )
 
 
 @cases(__name__)

@@ -94,6 +94,19 @@ def model_config(scheme: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def write_tokenizer(folder: Path) -> None:
+    """Words w0, w1, ... for the tokens; prompts come as ids, but the engine wants one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": f"w{VOCAB - 1}",
+        "model_max_length": 4096,
+    }))  # fmt: skip
+
+
 def make(folder: Path) -> None:
     """Write ``folder/block``, ``folder/channel`` and ``folder/adapter1`` ... with random values."""
     import torch
@@ -144,6 +157,9 @@ def make(folder: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         save_file({**shared, **experts[scheme]}, target / "model.safetensors", metadata={"format": "pt"})
         (target / "config.json").write_text(json.dumps(model_config(scheme), indent=1))
+        special = {"eos_token_id": VOCAB - 1, "pad_token_id": VOCAB - 2}
+        (target / "generation_config.json").write_text(json.dumps({"do_sample": False, **special}))
+        write_tokenizer(target)
     for adapter in range(1, ADAPTERS + 1):
         tensors = {}
         for layer in range(LAYERS):
@@ -178,7 +194,7 @@ class Engine:
             )  # fmt: skip
         self.folder = folder
         self.llm = LLM(
-            model=str(folder / scheme), skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=max(SIZES),
+            model=str(folder / scheme), max_model_len=2048, max_num_seqs=max(SIZES),
             max_num_batched_tokens=2048, enable_prefix_caching=False, gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=1 << 30, seed=0, disable_log_stats=True,
             compilation_config={"cudagraph_capture_sizes": list(SIZES)}, **options,
@@ -291,7 +307,8 @@ def run(folder: Path, out: Path, scheme: str, experts: str, lora: bool, wait: in
     save("probes")
     out.with_suffix(".ready").touch()
     deadline = time.time() + wait
-    while time.time() < deadline and len(list(out.parent.glob("*.ready"))) < int(os.environ.get("ISOMOE_TEST_PEERS", 1)):
+    peers = int(os.environ.get("ISOMOE_TEST_PEERS", 1))
+    while time.time() < deadline and len(list(out.parent.glob("*.ready"))) < peers:
         time.sleep(0.2)
     with open(out.parent / "gpu.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -348,8 +365,8 @@ def compare(folder: Path) -> bool:
                      probe[f"base:{batch}"], base)  # fmt: skip
                 equal, of = same(probe[f"half:{batch}"], probe[f"base:{batch}"], adapted)
                 mean, worst = difference(probe[f"half:{batch}"], probe[f"base:{batch}"], adapted)
-                verdict(f"{at}: adapters act, batch {batch}", equal == 0, f"{of - equal} of {of} rows differ from base, "
-                        f"log-probabilities by {mean:.3f} (mean), {worst:.3f} (max)")  # fmt: skip
+                verdict(f"{at}: adapters act, batch {batch}", equal == 0, f"{of - equal} of {of} rows differ from "
+                        f"base, log-probabilities by {mean:.3f} (mean), {worst:.3f} (max)")  # fmt: skip
             bits(f"{at}: adapter evicted and loaded again", probe["adapter1:before"], probe["adapter1:loaded again"],
                  range(16))  # fmt: skip
             equal, of = same(probe["adapter1:before"], probe["adapter3:in its place"], range(16))
@@ -387,8 +404,8 @@ def run_all(folder: Path, limit: int) -> None:
     results.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "ISOMOE_TEST_PEERS": str(len(RUNS)),
-        "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo", "ISOMOE_TEST_PEERS": str(len(RUNS)),
         "PYTHONPATH": os.pathsep.join([expose_package(), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     processes = {}

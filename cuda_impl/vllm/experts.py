@@ -17,11 +17,11 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from ...common.backends import Fp8MoeBackend
+from ...common.quant_keys import KEYS_OF_SCHEME
 from ..moe import fused_moe
 from ..prepare import AdapterSlots, PreparedWeights
 from .lora import adopt, token_slots
 from .selection import ACTIVATIONS, quant_key
-from ...common.quant_keys import KEYS_OF_SCHEME
 
 
 class IsomoeExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):

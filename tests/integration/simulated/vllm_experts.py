@@ -312,8 +312,8 @@ def test_expert_parallel_ranks_sum_to_the_layer(make_layer: Any) -> None:
         quant = replace_scales(experts.quant_config, part)
         mine = experts_module.IsomoeExperts(experts.moe_config, quant)
         mine.apply(
-            out, to_torch(x), to_torch(part.w13), to_torch(part.w2), picked.weights, picked.ids, layer.routed.activation,
-            EXPERTS, expert_map, None, None, None, None, None, False,
+            out, to_torch(x), to_torch(part.w13), to_torch(part.w2), picked.weights, picked.ids,
+            layer.routed.activation, EXPERTS, expert_map, None, None, None, None, None, False,
         )  # fmt: skip
         total += to_numpy(out).astype(np.float32)
     assert rel_l2(total.astype(BF16), layer.reference(x, picked)) <= TO_RECIPE.bound

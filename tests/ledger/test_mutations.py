@@ -80,9 +80,9 @@ def _nan_wins_routing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _cast_without_clip(patch: pytest.MonkeyPatch) -> None:
-    from isomoe.tests.ledger import test_numerics
-
-    patch.setattr(test_numerics, "cast_fp8", lambda x, inv: (x * inv).astype(E4M3))
+    # pytest may have imported the module under another name: the test's own globals are the ones it reads.
+    names = REPORTS["ml_dtypes#260"].test.__globals__
+    patch.setitem(names, "cast_fp8", lambda x, inv: (x * inv).astype(E4M3))
 
 
 def _no_epsilon(patch: pytest.MonkeyPatch) -> None:

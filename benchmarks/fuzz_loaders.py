@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import logging
 import multiprocessing
 import resource
 import shutil
@@ -30,6 +31,7 @@ STALL_SECONDS = 30
 
 def child(first: int, step: int, root: str, pipe: Any) -> None:
     """Run seeds first, first + step, ... and send each outcome; the seed is sent before it is run."""
+    logging.disable(logging.WARNING)  # every unknown model type would be reported
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     sources = sorted(fuzzing.SOURCES)
     seed = first

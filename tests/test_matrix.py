@@ -8,16 +8,16 @@ import os
 
 import pytest
 
-from isomoe.tests.conformance import CHECKS, Check, Subject, plan, run_check
+from isomoe.tests.conformance import CHECKS, Check, Subject, plan, run_check, subject_for
 from isomoe.tests.matrix import Case
 
-# ISOMOE_TEST_EXECUTORS names other (or fewer) executors for a run.
+# ISOMOE_TEST_EXECUTORS names other (or fewer) executors for a run; package.module:Class works too.
 EXECUTORS = tuple(os.environ.get("ISOMOE_TEST_EXECUTORS", "reference,pallas_ep,triton,marlin").split(","))
 
 
 @functools.cache
 def _subject(executor: str) -> Subject:
-    return Subject(executor)
+    return subject_for(executor)
 
 
 def _cells() -> list:

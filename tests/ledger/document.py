@@ -21,10 +21,10 @@ PATH = Path(isomoe.__file__).parent / "docs" / "ledger.md"
 _HEAD = """# Ledger of what broke elsewhere
 
 Faults of FP8 MoE layers, LoRA on experts and their selection that were reported in public, and what stands for each
-here: a test named after it (`pytest tests/ledger -k "vllm#42008"`), or the reason why there is none. Most tests hold
-the reference, and through `--isomoe-executor` and the slow ones the interpreted kernels too. A test that a report
-names would have failed on the code of the report; `tests/ledger/test_mutations.py` puts some of the faults back and
-sees that it does. Rows that begin with *gap* are not reports: nobody's public tests looked there.
+here: a test named after it (`pytest tests/ledger -k 42008` runs `vllm#42008`), or the reason why there is none. All
+tests run on the reference; those that take an executor also run on the interpreted kernels (`-m slow`). For a sample,
+`tests/ledger/test_mutations.py` puts the fault back and sees that the report's test then fails. One test may stand for
+several reports of one fault. Rows that begin with *gap* are not reports: no public test looked there.
 
 This file is written by `python -m isomoe.tests.ledger.document`.
 """
@@ -40,7 +40,8 @@ def text() -> str:
     """The document."""
     load()
     tested = sum(not name.startswith("gap:") for name in REPORTS)
-    parts = [_HEAD, f"{tested} reports are tested, {len(ELSEWHERE)} are not, for the reason beside them.\n"]
+    tests = len({id(entry) for name, entry in REPORTS.items() if not name.startswith("gap:")})
+    parts = [_HEAD, f"{tested} reports are tested by {tests} tests; {len(ELSEWHERE)} are not, for the reason beside them.\n"]
     for module in MODULES:
         entries: list[Report] = list({id(e): e for e in REPORTS.values() if e.module == module}.values())
         parts.append(

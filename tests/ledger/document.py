@@ -41,7 +41,8 @@ def text() -> str:
     load()
     tested = sum(not name.startswith("gap:") for name in REPORTS)
     tests = len({id(entry) for name, entry in REPORTS.items() if not name.startswith("gap:")})
-    parts = [_HEAD, f"{tested} reports are tested by {tests} tests; {len(ELSEWHERE)} are not, for the reason beside them.\n"]
+    count = f"{tested} reports are tested by {tests} tests; {len(ELSEWHERE)} are not, for the reason beside them.\n"
+    parts = [_HEAD, count]
     for module in MODULES:
         entries: list[Report] = list({id(e): e for e in REPORTS.values() if e.module == module}.values())
         parts.append(

@@ -31,7 +31,7 @@ from .checks import check_array, check_choice, check_int
 from .config import FusedMoEConfig
 from .numerics import BF16
 from .recipes import Recipe, default_recipe
-from .support import declared_support
+from .support import ExpertsSupport, declared_support
 from .weights import LoRAAdapter, MoEWeights
 
 logger = logging.getLogger(__name__)
@@ -197,6 +197,12 @@ def _report_skipped(topk_ids: np.ndarray, num_experts: int) -> None:
         )
 
 
+def _recipe_of(support: ExpertsSupport, scheme: str) -> str | None:
+    """The recipe an executor runs when none is named: the scheme's default, else the first it declares for FP8."""
+    default = default_recipe(None, scheme).name
+    return default if default in support.recipes or scheme == "bf16" else support.recipes[0]
+
+
 def make_call(
     x: np.ndarray,
     topk_weights: np.ndarray,
@@ -279,7 +285,8 @@ def run_moe(
         already only the local ones.
       adapter_ids: int32 ``[T]``, a loaded adapter's id or -1 for the base model.
       ep_size: split the experts over this many ranks (devices, or simulated ranks).
-      recipe: a name, a `Recipe`, or None for the scheme's default.
+      recipe: a name, a `Recipe`, or None for the scheme's default where the executor runs it (``"w8a8"`` for FP8),
+        else the executor's first (``"w8a16"`` for `marlin`).
       expert_map: int32 ``[E]``, vLLM's map from global expert to local index or -1.
 
     Returns:
@@ -290,6 +297,9 @@ def run_moe(
       RuntimeError: the executor is unavailable here, or what it reported.
     """
     cls = executor_class(executor)
+    support = declared_support(cls)
+    if recipe is None and isinstance(weights, MoEWeights):
+        recipe = _recipe_of(support, weights.scheme)
     call = make_call(
         x,
         topk_weights,
@@ -302,7 +312,6 @@ def run_moe(
         recipe=recipe,
         expert_map=expert_map,
     )
-    support = declared_support(cls)
     if call.recipe.name not in support.recipes:
         raise ValueError(f"recipe: got {call.recipe.name!r}, executor {executor!r} runs {', '.join(support.recipes)}")
     lora_config = config if config.is_lora_enabled or not call.adapters else replace(config, is_lora_enabled=True)

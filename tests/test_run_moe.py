@@ -12,10 +12,12 @@ import pytest
 import isomoe
 from isomoe.common.checks import check_choice
 from isomoe.common.config import FusedMoEConfig, FusedMoEParallelConfig
+from isomoe.common.executors import _recipe_of, executor_class
 from isomoe.common.metrics import compare, cosine, rel_l2, worst_row
 from isomoe.common.numerics import BF16, E4M3
 from isomoe.common.placement import ExpertPlacement
 from isomoe.common.recipes import Recipe, default_recipe
+from isomoe.common.support import declared_support
 from isomoe.common.weights import LoRAAdapter, MoEWeights, quantize_moe_weights
 from isomoe.tests.matrix import SMALL, Case, build
 
@@ -77,6 +79,13 @@ def test_adapter_for_another_model(inputs) -> None:
     other = build(replace(CASE, shape=replace(SMALL, hidden_dim=384))).adapters
     with pytest.raises(ValueError, match="adapter 5: made for another model: hidden_dim got 384, want 256"):
         inputs.run("reference", adapters=other)
+
+
+def test_without_a_recipe_an_executor_runs_one_it_declares() -> None:
+    weights = build(Case("channel", "w8a8")).weights
+    assert _recipe_of(declared_support(executor_class("marlin")), weights.scheme) == "w8a16"
+    assert _recipe_of(declared_support(executor_class("triton")), weights.scheme) == "w8a8"
+    assert _recipe_of(declared_support(executor_class("triton")), "bf16") == "bf16"
 
 
 def test_isomoe_check_reports_skipped_ids(inputs, monkeypatch, caplog) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
+
 from isomoe.common import capacity, environment, presets
 from isomoe.common.cli import app, parse_adapters, parse_ints, parse_lora
 from isomoe.common.config import FusedMoEConfig
 from isomoe.common.numerics import BF16
 from isomoe.common.report import format_bytes, ranges
 from isomoe.common.weights import LoRAAdapter, quantize_moe_weights
-from typer.testing import CliRunner
 
 
 def _invoke(*arguments: str) -> tuple[int, str, str]:

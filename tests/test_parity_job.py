@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from isomoe.common import parity
 from isomoe.common.backends import register_moe_backend, unregister_moe_backend
 from isomoe.common.checkpoints import RouterWeights

@@ -22,7 +22,8 @@ _HEAD = """# Ledger of what broke elsewhere
 
 Faults of FP8 MoE layers, LoRA on experts and their selection that were reported in public, and what stands for each
 here: a test named after it (`pytest tests/ledger -k 42008` runs `vllm#42008`), or the reason why there is none. All
-tests run on the reference; those that take an executor also run on the interpreted kernels (`-m slow`). For a sample,
+tests run on the reference; those that take an executor also run on the interpreted kernels (`-m slow`), and
+those that are a check of the matrix run there on every executor. For a sample,
 `tests/ledger/test_mutations.py` puts the fault back and sees that the report's test then fails. One test may stand for
 several reports of one fault. Rows that begin with *gap* are not reports: no public test looked there.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .checkpoints import RouterWeights
 
 # The delta is a difference of two outputs, each with its own (allowed) bfloat16 roundings: relative to a small delta
-# they alone would pass its bound. So adapters are amplified until their delta is at least this many times the base output.
+# they alone would pass its bound. So adapters are amplified until their delta is at least this many times the base.
 MIN_DELTA = 2.0
 BASE_ROW = -1
 

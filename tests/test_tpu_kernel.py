@@ -26,7 +26,7 @@ from isomoe.common.recipes import Recipe, default_recipe  # noqa: E402
 from isomoe.common.reference import reference_moe  # noqa: E402
 from isomoe.common.weights import LoRAAdapter, quantize_moe_weights  # noqa: E402
 from isomoe.tests.matrix import Case, Shape, build  # noqa: E402
-from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan  # noqa: E402
+from isomoe.tpu_impl import combine, ep_moe, expert_kernel, layout, plan  # noqa: E402
 from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor  # noqa: E402
 from isomoe.tpu_impl.spec import Blocks, LoRASpec  # noqa: E402
 
@@ -449,3 +449,35 @@ def test_executor_declares_the_tile_it_quantises_by() -> None:
     token = replace(call, recipe=Recipe("w8a8", "token", "token"))
     assert PallasEPExecutor.recipe(token).h_group == "token"
     assert rel_l2(got, reference_moe(token)) > TO_RECIPE
+
+
+# -- pieces of the plan and the sum ---------------------------------------------------------------------------
+
+
+def test_sums_agree_unrolled_and_looped(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    rows, at = rng.standard_normal((96, 256)).astype(BF16), rng.permutation(96).reshape(24, 4).astype(np.int32)
+    use, weights = rng.random((24, 4)) < 0.8, rng.random((24, 4), np.float32)
+    scales = rng.random((96, 1), np.float32)
+    rows[at[~use]] = np.nan
+    arguments = [jnp.asarray(a) for a in (rows, at, use, weights, scales)]
+    unrolled = np.asarray(combine.weighted_sum(*arguments))
+    monkeypatch.setattr(combine, "UNROLLED_TOKENS", 0)
+    looped = np.asarray(combine.weighted_sum(*arguments))
+    want = np.zeros((24, 256), np.float32)
+    for k in range(4):
+        term = weights[:, k, None] * (rows[at[:, k]].astype(np.float32) * scales[at[:, k]])
+        want += np.where(use[:, k, None], term, np.float32(0))
+    assert rel_l2(unrolled, want) <= 1e-6
+    assert rel_l2(looped, want) <= 1e-6
+
+
+@pytest.mark.parametrize("most", [7, 2**30])
+def test_pairs_are_ordered_by_key_then_index(most: int) -> None:
+    """Key and index in one number, and where they do not fit, as two."""
+    key = np.random.default_rng(3).integers(0, 8, 300).astype(np.int32)
+    order, carried = plan._sort_pairs(jnp.asarray(key), most, jnp.arange(300, dtype=jnp.int32) * 3)
+    want = np.argsort(key, kind="stable")
+    assert np.array_equal(np.asarray(order), want)
+    assert np.array_equal(np.asarray(carried), want * 3)
+    assert np.array_equal(np.asarray(plan.inverse_permutation(order))[want], np.arange(300))

@@ -17,6 +17,9 @@ from jax import lax
 from .plan import Plan, inverse_permutation
 from .spec import KernelSpec
 
+# Few tokens: K gathers at once, for their latency. Many: one after another, or K copies of the rows would be live.
+UNROLLED_TOKENS = 256
+
 
 def weighted_sum(
     rows: jax.Array, at: jax.Array, use: jax.Array, weights: jax.Array, scales: jax.Array | None = None
@@ -27,13 +30,19 @@ def weighted_sum(
 
     A row that is not used may hold anything: it is selected away, not multiplied by zero.
     """
-    total = jnp.zeros((at.shape[0], rows.shape[1]), jnp.float32)
-    for k in range(at.shape[1]):
-        index = jnp.where(use[:, k], at[:, k], 0)
+
+    def add(k: jax.Array | int, total: jax.Array) -> jax.Array:
+        used, index = use[:, k], jnp.where(use[:, k], at[:, k], 0)
         row = rows[index].astype(jnp.float32)
         if scales is not None:
             row = row * scales[index]
-        total = total + jnp.where(use[:, k, None], weights[:, k, None] * row, 0.0)
+        return total + jnp.where(used[:, None], weights[:, k][:, None] * row, 0.0)
+
+    total = jnp.zeros((at.shape[0], rows.shape[1]), jnp.float32)
+    if at.shape[0] > UNROLLED_TOKENS:
+        return lax.fori_loop(0, at.shape[1], add, total)
+    for k in range(at.shape[1]):
+        total = add(k, total)
     return total
 
 

@@ -45,13 +45,20 @@ class Plan:
 
 def inverse_permutation(order: jax.Array) -> jax.Array:
     """int32 ``[n]``: where each index went."""
-    return lax.sort((order, lax.iota(jnp.int32, order.shape[0])), num_keys=1)[1]
+    return lax.sort((order, lax.iota(jnp.int32, order.shape[0])), num_keys=1, is_stable=False)[1]
 
 
-def _sort_pairs(key: jax.Array, *carried: jax.Array) -> tuple[jax.Array, ...]:
-    """Pairs by (key, index): the sorted keys, the order, and what is carried along."""
-    index = lax.iota(jnp.int32, key.shape[0])
-    return tuple(lax.sort((key, index, *carried), num_keys=2))
+def _sort_pairs(key: jax.Array, most: int, *carried: jax.Array) -> tuple[jax.Array, ...]:
+    """Pairs by (key, index), keys in ``[0, most]``: the order, and what is carried along.
+
+    Key and index go into one number where they fit: a sort's code and time grow with each operand.
+    """
+    n = key.shape[0]
+    index = lax.iota(jnp.int32, n)
+    if (most + 1) * n >= 2**31:
+        return tuple(lax.sort((key, index, *carried), num_keys=2, is_stable=False)[1:])
+    both, *rest = lax.sort((key * n + index, *carried), num_keys=1, is_stable=False)
+    return lax.rem(both, n), *rest
 
 
 def _lookup(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -89,8 +96,9 @@ def build_plan(
     if slots is None:
         slots = jnp.full((local_tokens,), -1, jnp.int32)
     owned = (topk_ids >= 0) & (topk_ids < num_experts)
-    key = _key(topk_ids, slots[:, None], owned, num_slots, spec.experts * spec.ep * (num_slots + 1))
-    arrival = inverse_permutation(_sort_pairs(key.reshape(-1))[1]).reshape(local_tokens, k)
+    beyond = spec.experts * spec.ep * (num_slots + 1)
+    key = _key(topk_ids, slots[:, None], owned, num_slots, beyond).reshape(-1)
+    arrival = inverse_permutation(_sort_pairs(key, beyond)[0]).reshape(local_tokens, k)
 
     packed = jnp.concatenate([jnp.where(owned, topk_ids, -1), arrival, slots[:, None]], axis=1)
     if spec.ep > 1:
@@ -103,7 +111,7 @@ def build_plan(
     all_key = _key(here, all_slots, mine, num_slots, segments).reshape(-1)
     # Where a row goes, as one number: its owner's rank times the rows an owner receives, plus the arrival row.
     owner = lax.iota(jnp.int32, spec.capacity) // spec.local_rows
-    _, order, target = _sort_pairs(all_key, owner * spec.local_rows + all_arrival.reshape(-1))
+    order, target = _sort_pairs(all_key, segments, owner * spec.local_rows + all_arrival.reshape(-1))
     starts = _count_below(all_key, lax.iota(jnp.int32, segments + 1))
 
     mine_local = (topk_ids >= rank * spec.experts) & (topk_ids < (rank + 1) * spec.experts) & owned

@@ -30,6 +30,9 @@ class Recipe:
         float32 sum. ``"f32"`` stores no rounding.
       lora_input: ``"bf16"`` feeds adapters the original rows. ``"fp8"`` feeds them the quantised rows times their
         scale (relative L2 of the delta about 0.026 instead of 0.002): opt-in only.
+      lora_products: the precision of ``A x`` before B multiplies it. ``"f32"`` rounds nothing. ``"bf16"`` is what one
+        matrix instruction takes: the delta itself moves by 2e-3, but in w8a8 that flips some FP8 codes of h, so it is
+        a recipe of its own.
     """
 
     name: str
@@ -37,11 +40,13 @@ class Recipe:
     h_group: Group = None
     wire: str = "f32"
     lora_input: str = "bf16"
+    lora_products: str = "f32"
 
     def __post_init__(self) -> None:
         check_choice("recipe", self.name, RECIPES)
         check_choice("wire", self.wire, WIRES)
         check_choice("lora_input", self.lora_input, ("bf16", "fp8"))
+        check_choice("lora_products", self.lora_products, ("f32", "bf16"))
         for label in ("x_group", "h_group"):
             group = getattr(self, label)
             ok = group in (None, "token", "static") or (isinstance(group, int) and group > 0)
@@ -51,6 +56,10 @@ class Recipe:
                 raise ValueError(f"{label}: got {group!r} with recipe {self.name!r}; w8a8 needs a group, others none")
         if self.lora_input == "fp8" and self.name != "w8a8":
             raise ValueError(f"lora_input: got 'fp8' with recipe {self.name!r}, want it only with w8a8")
+
+    def with_bf16_storage(self) -> Recipe:
+        """The same recipe with result rows and rank products stored in bf16: what the fastest kernels do."""
+        return replace(self, wire="bf16", lora_products="bf16")
 
     def with_wire(self, wire: str) -> Recipe:
         """The same recipe with another result precision."""

@@ -20,7 +20,17 @@ import numpy as np
 
 from .activations import apply_activation
 from .executors import ExecutorInfo, MoECall
-from .numerics import BF16, BLOCK, E4M3, cdiv, dequantize_rows, expand_groups, quantize_fp8, quantize_fp8_static
+from .numerics import (
+    BF16,
+    BLOCK,
+    E4M3,
+    bf16_round,
+    cdiv,
+    dequantize_rows,
+    expand_groups,
+    quantize_fp8,
+    quantize_fp8_static,
+)
 from .platforms import PlatformKind
 from .recipes import Group, Recipe
 from .support import ExpertsSupport
@@ -139,10 +149,14 @@ def _expert_rows(
     if weights.w13_bias is not None:
         g += weights.w13_bias[expert].astype(np.float32)
 
+    def expand(part: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        products = _matmul(part, a)
+        return _matmul(bf16_round(products) if recipe.lora_products == "bf16" else products, b)
+
     def up_delta(adapter_id: int, part: np.ndarray) -> np.ndarray:
         adapter: LoRAAdapter = adapters[adapter_id]
         a, b = _take(adapter.a13, expert), adapter.b13[expert].astype(np.float32)
-        return np.concatenate([_matmul(_matmul(part, a[i]), b[i]) for i in range(halves)], axis=1)
+        return np.concatenate([expand(part, a[i], b[i]) for i in range(halves)], axis=1)
 
     if rows:
         _add_delta(g, _lora_input(x, recipe, recipe.x_group, weights.w13_input_scale), rows, up_delta)
@@ -158,7 +172,7 @@ def _expert_rows(
     def down_delta(adapter_id: int, part: np.ndarray) -> np.ndarray:
         adapter: LoRAAdapter = adapters[adapter_id]
         a, b = adapter.a2[expert].astype(np.float32), _take(adapter.b2, expert)
-        return _matmul(_matmul(part, a), b)
+        return expand(part, a, b)
 
     if rows:
         _add_delta(o, _lora_input(h, recipe, recipe.h_group, weights.w2_input_scale), rows, down_delta)

@@ -48,24 +48,27 @@ def _info(name: str, recipes: tuple[str, ...], detail: str) -> ExecutorInfo:
 
 
 def _declared(call: MoECall) -> Recipe:
-    """The recipe a call really runs: Hopper's kernels store result rows in bf16, and are preferred where they serve."""
-    if call.recipe.wire != "f32" or call.ep_size != 1 or _state()[0] != "native":
+    """The recipe a call really runs.
+
+    Hopper's kernels store result rows and rank products in bf16, and are preferred where they serve a plain recipe.
+    """
+    if (call.recipe.wire, call.recipe.lora_products) != ("f32", "f32") or _state()[0] != "native":
         return call.recipe
     import torch
 
     from ._runtime import target_of
     from .route import CallShape, pad_rank, why_not_hopper
 
-    weights, wire = call.weights, call.recipe.with_wire("bf16")
+    weights, stored = call.weights, call.recipe.with_bf16_storage()
     rank = max([call.config.max_lora_rank, *(a.rank for a in call.adapters)]) if call.adapters else 0
     shape = CallShape(
-        wire, call.config.activation, weights.scheme == "block", weights.is_act_and_mul, weights.w13_bias is not None,
+        stored, call.config.activation, weights.scheme == "block", weights.is_act_and_mul, weights.w13_bias is not None,
         weights.hidden_dim, weights.intermediate_size, pad_rank(rank) if rank else 0,
     )  # fmt: skip
-    return wire if why_not_hopper(shape, target_of(torch.device("cuda"))) is None else call.recipe
+    return stored if why_not_hopper(shape, target_of(torch.device("cuda"))) is None else call.recipe
 
 
-def _partial(call: MoECall, f32_out: bool) -> np.ndarray:
+def _partial(call: MoECall, recipe: Recipe, f32_out: bool) -> np.ndarray:
     """One rank's result, bf16 or f32 [T, H]."""
     import torch
 
@@ -85,7 +88,7 @@ def _partial(call: MoECall, f32_out: bool) -> np.ndarray:
         to_torch(call.topk_ids, device),
         prepare_weights(call.weights, device),
         activation=call.config.activation,
-        recipe=_declared(call) if not f32_out else call.recipe,
+        recipe=recipe,
         adapters=adapters,
         adapter_ids=None if adapters is None or call.adapter_ids is None else to_torch(call.adapter_ids, device),
         expert_map=None if call.expert_map is None else to_torch(call.expert_map, device),
@@ -95,9 +98,13 @@ def _partial(call: MoECall, f32_out: bool) -> np.ndarray:
 
 
 def _run(call: MoECall) -> np.ndarray:
-    """All ranks, one after the other on one device; partial sums are added in rank order in f32."""
+    """All ranks, one after the other on one device; partial sums are added in rank order in f32.
+
+    A rank's partial sum has the recipe's wire precision.
+    """
+    recipe = _declared(call)
     if call.ep_size == 1:
-        return _partial(call, f32_out=False)
+        return _partial(call, recipe, f32_out=False)
     placement = ExpertPlacement(call.config.num_experts, call.ep_size)
     total = np.zeros(call.x.shape, np.float32)
     for rank in range(call.ep_size):
@@ -112,8 +119,9 @@ def _run(call: MoECall) -> np.ndarray:
                 expert_map=placement.expert_map(rank),
                 ep_size=1,
             ),
-            f32_out=True,
-        )
+            recipe,
+            f32_out=recipe.wire == "f32",
+        ).astype(np.float32)
     return total.astype(BF16)
 
 

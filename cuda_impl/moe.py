@@ -159,7 +159,9 @@ def resolve_recipe(recipe: Recipe | str | None, weights: PreparedWeights) -> Rec
     if isinstance(recipe, Recipe):
         return recipe
     scheme = "bf16" if not weights.is_fp8 else "block" if weights.is_block else "channel"
-    return default_recipe(recipe, scheme, static_input=weights.w13_input_scale is not None).with_wire("bf16")
+    plain = default_recipe(recipe, scheme, static_input=weights.w13_input_scale is not None)
+    hopper = _runtime.target_of(weights.w13.device).capability == (9, 0)
+    return plain.with_bf16_storage() if hopper else plain.with_wire("bf16")
 
 
 def fused_moe(
@@ -235,6 +237,7 @@ def fused_moe(
         _encode_group(recipe.h_group),
         recipe.wire,
         recipe.lora_input,
+        recipe.lora_products,
         out_dtype == torch.float32,
     )
 
@@ -308,6 +311,7 @@ def _fused_moe(
     h_group: int,
     wire: str,
     lora_input: str,
+    lora_products: str,
     f32_out: bool,
 ) -> torch.Tensor:
     tokens, top_k = topk_ids.shape
@@ -316,7 +320,7 @@ def _fused_moe(
     out = torch.empty((tokens, hidden), dtype=torch.float32 if f32_out else torch.bfloat16, device=x.device)
     if tokens == 0 or top_k == 0:
         return out.zero_()
-    declared = Recipe(recipe, _decode_group(x_group), _decode_group(h_group), wire, lora_input)
+    declared = Recipe(recipe, _decode_group(x_group), _decode_group(h_group), wire, lora_input, lora_products)
     shape = CallShape(
         declared, activation, w13_scale is not None and w13_scale.dim() == 3, halves == 2, w13_bias is not None, hidden,
         inter, 0 if b13 is None else b13.shape[4], x_scale is not None, f32_out,
@@ -348,7 +352,8 @@ def _fused_moe(
         v = lora_shrink(
             source, a, ranks, alignment, row_div=row_div, x_scale=source_scale, x_group=max(group, 0) if fp8_lora else 0
         )
-        return LoRAExpand(v, b, ranks)
+        # Asked for rounded products (Hopper's kernels store no others), this path rounds its own alike.
+        return LoRAExpand(v.bfloat16().float() if lora_products == "bf16" else v, b, ranks)
 
     if x_scale is None:
         a1, s1 = _operand(x, recipe, _decode_group(x_group), w13_input_scale, None)
@@ -380,6 +385,6 @@ _fused_moe_op = torch.library.custom_op("isomoe::fused_moe", _fused_moe, mutates
 def _(
     x, topk_weights, topk_ids, w13, w2, w13_scale, w2_scale, w13_bias, w2_bias, w13_input_scale, w2_input_scale,
     expert_map, x_scale, adapter_ids, slot_ids, ranks, a13, b13, a2, b2, activation, recipe, x_group, h_group, wire,
-    lora_input, f32_out,
+    lora_input, lora_products, f32_out,
 ):  # fmt: skip
     return torch.empty((x.shape[0], w13.shape[2]), dtype=torch.float32 if f32_out else torch.bfloat16, device=x.device)

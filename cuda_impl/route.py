@@ -53,6 +53,8 @@ def why_not_hopper(call: CallShape, target: Target) -> str | None:
         return "no W8A16 chain that serves every batch size"
     if recipe.wire != "bf16":
         return f"result rows in {recipe.wire}, not bf16"
+    if call.lora_rank and recipe.lora_products != "bf16":
+        return "rank products in f32"
     if recipe.lora_input != "bf16" or call.quantised_rows:
         return "quantised rows as input"
     if call.f32_out:

@@ -28,6 +28,7 @@ from isomoe.cuda_impl.align import slots_of_tokens
 from isomoe.cuda_impl.prepare import PreparedWeights, to_torch
 from isomoe.cuda_impl.quantize import quantize_rows
 from isomoe.cuda_impl.route import CallShape, pad_rank, why_not_hopper
+from isomoe.tests.matrix import Case, build
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 T, K, E, H, I = 11, 2, 4, 256, 192
@@ -353,6 +354,19 @@ def test_operator_contract() -> None:
     assert fake.shape == x.shape and fake.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("scheme", ["channel", "block"])
+def test_rounded_rank_products_are_a_recipe_of_their_own(scheme: str) -> None:
+    """Rounding A x to bf16 flips FP8 codes of h: each recipe is met closely, and the two differ by more than that."""
+    inputs = build(Case(scheme, "w8a8", "mixed"))
+    plain = default_recipe("w8a8", scheme)
+    rounded = replace(plain, lora_products="bf16")
+    got = {r: inputs.run("triton", recipe=r) for r in (plain, rounded)}
+    want = {r: inputs.run("reference", recipe=r) for r in (plain, rounded)}
+    for recipe in (plain, rounded):
+        assert rel_l2(got[recipe], want[recipe]) < 3e-3
+    assert rel_l2(got[rounded], want[plain]) > 4e-3
+
+
 def test_slots_of_tokens() -> None:
     ids = np.random.default_rng(0).choice([-1, 3, 7, 99, 5], 300).astype(np.int32)
     slots = np.array([7, -1, 3, 5], np.int32)
@@ -363,9 +377,10 @@ def test_slots_of_tokens() -> None:
 def test_the_route_to_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serving calls go there; every condition that keeps a call out gives its reason."""
     block = CallShape(default_recipe("w8a8", "block").with_wire("bf16"), "silu", True, True, False, 2048, 768)
-    channel = replace(block, recipe=default_recipe("w8a8", "channel").with_wire("bf16"), is_block=False, lora_rank=32)
+    stored = default_recipe("w8a8", "channel").with_bf16_storage()
+    channel = replace(block, recipe=stored, is_block=False, lora_rank=32)
     hopper = Target((9, 0))
-    for good in (block, channel, replace(channel, recipe=Recipe("w8a16", wire="bf16"))):
+    for good in (block, channel, replace(channel, recipe=Recipe("w8a16").with_bf16_storage())):
         assert why_not_hopper(good, hopper) is None
     for capability in (None, (8, 0), (8, 9), (10, 0), (12, 0)):
         assert why_not_hopper(block, Target(capability))
@@ -376,6 +391,9 @@ def test_the_route_to_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         {"quantised_rows": True}, {"f32_out": True},
     ):  # fmt: skip
         assert why_not_hopper(replace(block, **changes), hopper), changes
+    assert why_not_hopper(replace(channel, recipe=stored.with_wire("bf16")), hopper) is None
+    exact = replace(channel, recipe=replace(stored, lora_products="f32"))
+    assert why_not_hopper(exact, hopper) == "rank products in f32"
     monkeypatch.setenv("ISOMOE_HOPPER", "0")
     assert why_not_hopper(block, hopper) == "ISOMOE_HOPPER=0"
     assert [pad_rank(r) for r in (1, 16, 17, 64, 100, 200, 512)] == [16, 16, 32, 64, 128, 256, 512]

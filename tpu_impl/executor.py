@@ -99,6 +99,8 @@ def _check_recipe(call: MoECall) -> None:
     recipe, scheme = call.recipe, call.weights.scheme
     if recipe.lora_input != "bf16":
         raise ValueError(f"recipe: got lora_input={recipe.lora_input!r}, pallas_ep feeds adapters bf16 rows only")
+    if recipe.lora_products != "f32":
+        raise ValueError(f"recipe: got lora_products={recipe.lora_products!r}, pallas_ep keeps rank products in f32")
     if recipe.name != "w8a8":
         return
     x, h = recipe.x_group, recipe.h_group

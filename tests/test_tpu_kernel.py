@@ -139,9 +139,18 @@ def check(layer: Layer) -> np.ndarray:
 WIDE = Shape(8, 2, 256, 256)
 
 
-@pytest.mark.parametrize("settings", [STRICT, EAGER], ids=["on_wait", "eager"])
+def slow(*values: Any) -> Any:
+    """A variant that repeats a covered path; the whole file would take five minutes of CPU."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("scheme", "recipe"), [("channel", "w8a8"), ("channel", "w8a16"), ("block", "w8a8"), ("bf16", "bf16")]
+    ("scheme", "recipe", "settings"),
+    [
+        ("channel", "w8a8", STRICT), ("channel", "w8a8", EAGER), ("channel", "w8a16", STRICT), ("block", "w8a8", EAGER),
+        ("bf16", "bf16", STRICT), slow("channel", "w8a16", EAGER), slow("block", "w8a8", STRICT),
+        slow("bf16", "bf16", EAGER),
+    ],
 )
 def test_schemes_with_adapters_and_tiles(scheme: str, recipe: str, settings: InterpretSettings) -> None:
     """Two f tiles, three ring slots, mixed ranks with base rows between them."""
@@ -163,7 +172,7 @@ def test_visits_split_where_adapters_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("settings", [STRICT, EAGER], ids=["on_wait", "eager"])
-@pytest.mark.parametrize("ep", [2, 4, 8])
+@pytest.mark.parametrize("ep", [slow(2), 4, 8])
 def test_expert_parallel_equals_one_device(ep: int, settings: InterpretSettings) -> None:
     """Pushed rows are summed by their owner in the order k = 0 .. K-1, so the device count leaves no trace."""
     case = Case("channel", "w8a8", "mixed", tokens=19)
@@ -216,13 +225,15 @@ def test_rows_quantised_at_their_source() -> None:
         Layer(replace(case, recipe="w8a16"), dispatch="ag_fp8").run()
 
 
-@pytest.mark.parametrize("axes", [(("data", 2), ("ep", 4)), (("ep", 4), ("model", 1)), (("a", 1), ("ep", 4), ("b", 2))])
+@pytest.mark.parametrize(
+    "axes", [(("data", 2), ("ep", 4)), slow((("ep", 4), ("model", 1))), (("a", 1), ("ep", 4), ("b", 2))]
+)
 def test_any_mesh_rank(axes: tuple[tuple[str, int], ...]) -> None:
     case = Case("channel", "w8a8", "mixed", ep=4, tokens=8)
     assert bitwise_equal(Layer(case, axes=axes, settings=EAGER).run(), Layer(replace(case, ep=1)).run())
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("activation", [slow("silu"), "gelu", slow("gelu_tanh"), "swigluoai"])
 def test_activations_and_biases(activation: str) -> None:
     check(Layer(Case("channel", "w8a16", activation=activation, bias=True, tokens=8, shape=WIDE), bf=128))
 
@@ -230,8 +241,13 @@ def test_activations_and_biases(activation: str) -> None:
 # -- adapters -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lora", ["one", "mixed", "shared_outer"])
-@pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
+@pytest.mark.parametrize(
+    ("lora", "recipe"),
+    [
+        ("mixed", "w8a8"), ("shared_outer", "w8a8"), ("mixed", "w8a16"), slow("one", "w8a8"), slow("one", "w8a16"),
+        slow("shared_outer", "w8a16"),
+    ],
+)
 def test_delta_on_its_own(lora: str, recipe: str) -> None:
     """What the adapters add, judged without the base output: a wrong delta beside a large base would hide."""
     case = Case("channel", recipe, lora, tokens=24, ep=2)
@@ -330,7 +346,7 @@ def test_static_scales_and_tensor_scheme() -> None:
     assert rel_l2(got, want) <= TO_RECIPE
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("activation", [slow("silu"), "relu2"])
 def test_experts_without_a_gate(activation: str) -> None:
     rng = np.random.default_rng(1)
     config = FusedMoEConfig(4, 2, 256, 96, activation=activation, is_act_and_mul=False)

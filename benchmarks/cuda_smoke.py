@@ -42,6 +42,7 @@ from isomoe.common.tolerances import DELTA, TO_RECIPE, WORST_ROW
 from isomoe.cuda_impl import fused_moe
 from isomoe.cuda_impl.prepare import AdapterSlots, PreparedWeights, empty_slots
 from isomoe.cuda_impl.quantize import quantize_rows
+from isomoe.tests.conformance import Subject
 from isomoe.tests.matrix import UNEVEN, WIDE, Case, build
 
 SHAPES = {"q30b": (128, 8, 2048, 768), "q35b": (256, 8, 2048, 512), "q480b": (20, 8, 6144, 2560)}
@@ -89,7 +90,9 @@ def small_cases(quick: bool) -> list[tuple[str, Case]]:
 def check_small(quick: bool) -> None:
     for executor, case in small_cases(quick):
         inputs = build(case)
-        got, want = inputs.run(executor), inputs.run("reference", ep_size=1)
+        # The recipe that this device's kernels declare, with result rows that lose nothing.
+        declared = Subject(executor).declared(case).with_wire("f32")
+        got, want = inputs.run(executor), inputs.run("reference", ep_size=1, recipe=declared)
         error, row = rel_l2(got, want), worst_row(got, want)
         ok = error <= TO_RECIPE.bound and row <= WORST_ROW.bound
         figures: dict[str, object] = {"rel_l2": error, "worst_row": row}
@@ -100,7 +103,7 @@ def check_small(quick: bool) -> None:
             figures["base_bits"] = bitwise_equal(got[untouched], base[untouched])
             ok = ok and bool(figures["base_bits"])
             if case.lora != "zero_b":
-                base_want = inputs.run("reference", ep_size=1, adapters=None, adapter_ids=None)
+                base_want = inputs.run("reference", ep_size=1, recipe=declared, adapters=None, adapter_ids=None)
                 f32 = [a[used].astype(np.float32) for a in (got, base, want, base_want)]
                 figures["delta"] = rel_l2(f32[0] - f32[1], f32[2] - f32[3])
                 ok = ok and figures["delta"] <= DELTA.bound  # type: ignore[operator]
@@ -154,14 +157,14 @@ def random_adapters(shape: tuple[int, int, int, int], slots: int, rank: int) -> 
 
 
 def torch_reference(
-    x: torch.Tensor, tw: torch.Tensor, ids: torch.Tensor, w: PreparedWeights, recipe: str,
+    x: torch.Tensor, tw: torch.Tensor, ids: torch.Tensor, w: PreparedWeights, recipe: Recipe,
     adapters: AdapterSlots | None, adapter_ids: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """The recipe in f32 torch matmuls (no TF32), with dequantised operands, expert by expert."""
 
     def rows(v: torch.Tensor) -> torch.Tensor:
         v = v.float()
-        if recipe != "w8a8":
+        if recipe.name != "w8a8":
             return v
         group = 128 if w.is_block else v.shape[1]
         g = v.view(v.shape[0], -1, group)
@@ -175,6 +178,10 @@ def torch_reference(
         if scale.dim() == 2:
             return codes * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
         return codes * scale[:, None]
+
+    def products(rows_in: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        v = rows_in.float() @ a.float().T
+        return v.bfloat16().float() if recipe.lora_products == "bf16" else v
 
     inter = w.intermediate_size
     y = torch.zeros(x.shape, device="cuda")
@@ -192,13 +199,13 @@ def torch_reference(
                     users.append((slot, int(adapters.ranks[slot]), mine))
         for slot, r, mine in users:
             for half in range(2):
-                v = xe[mine].float() @ adapters.a13[slot, e, half, :r].float().T  # type: ignore[union-attr]
+                v = products(xe[mine], adapters.a13[slot, e, half, :r])  # type: ignore[union-attr]
                 b = adapters.b13[slot, e, half, :, :r].float()  # type: ignore[union-attr]
                 g[mine, half * inter : (half + 1) * inter] += v @ b.T
         h = (torch.nn.functional.silu(g[:, :inter]) * g[:, inter:]).bfloat16()
         o = rows(h) @ matrix(w.w2[e], None if w.w2_scale is None else w.w2_scale[e]).T
         for slot, r, mine in users:
-            v = h[mine].float() @ adapters.a2[slot, e, 0, :r].float().T  # type: ignore[union-attr]
+            v = products(h[mine], adapters.a2[slot, e, 0, :r])  # type: ignore[union-attr]
             o[mine] += v @ adapters.b2[slot, e, 0, :, :r].float().T  # type: ignore[union-attr]
         y.index_put_((t,), tw[t, k][:, None] * o, accumulate=True)
     return y
@@ -240,18 +247,19 @@ def check_production(quick: bool) -> None:
     for name, scheme, recipe_name in runs:
         shape, slots = SHAPES[name], 8
         weights, adapters = random_layer(shape, scheme), random_adapters(shape, slots, 32)
-        recipe = default_recipe(recipe_name, scheme).with_wire("bf16")
+        plain = default_recipe(recipe_name, scheme)
         for tokens in (1, 64, 1024) if quick else (1, 64, 256, 1024, 8192):
             arrays = batch(shape, tokens, slots)
             x, tw, ids, adapter_ids = arrays
-            wants = []
-            if tokens <= 1024:
-                wants = [
-                    torch_reference(x, tw, ids, weights, recipe_name, None, None),
-                    torch_reference(x, tw, ids, weights, recipe_name, adapters, adapter_ids),
-                ]
             for kernels in ("portable", "hopper") if hopper and recipe_name != "bf16" else ("portable",):
                 os.environ["ISOMOE_HOPPER"] = "1" if kernels == "hopper" else "0"
+                recipe = plain.with_bf16_storage() if kernels == "hopper" else plain.with_wire("bf16")
+                wants = []
+                if tokens <= 1024:
+                    wants = [
+                        torch_reference(x, tw, ids, weights, recipe, None, None),
+                        torch_reference(x, tw, ids, weights, recipe, adapters, adapter_ids),
+                    ]
                 try:
                     ok, figures = production_case(arrays, weights, adapters, recipe, wants, kernels == "portable")
                 except Exception as error:  # one kernel's failure must not hide the others

@@ -349,7 +349,7 @@ class _Kernel:
         shrunk = None
         if spec.lora:
             mask = self.row_mask(v, first, stage)
-            shrunk = jnp.where(mask, r["us"][rows, :], 0.0).astype(jnp.bfloat16)
+            shrunk = jnp.concatenate(split_bf16(jnp.where(mask, r["us"][rows, :], 0.0)), axis=1)
         visit_slot = lax.rem(v, 2)
         absmax = jnp.zeros((stage, 1), jnp.float32)
         for n, w in _column_chunks(spec.hidden):
@@ -359,7 +359,8 @@ class _Kernel:
             if spec.has_bias:
                 value = value + r["b2v"][visit_slot, :, n : n + w]
             if shrunk is not None:
-                value = value + _dot(shrunk, r["lb2"][:, n : n + w])
+                b = r["lb2"][:, n : n + w]
+                value = value + _dot(shrunk, jnp.concatenate([b, b], axis=0))
             if spec.fp8_wire:
                 r["y"][rows, n : n + w] = value
                 absmax = jnp.maximum(absmax, jnp.max(jnp.abs(value), axis=1, keepdims=True))

@@ -117,7 +117,9 @@ def aot_compile(
         transport=transport, dispatch=dispatch,
     )
     (gen, grid), blocks = split_topology(topology), spec.blocks
-    rows = max(1, round(num_tokens * config.experts_per_token / config.num_experts))
+    mean = max(1, round(num_tokens * config.experts_per_token / config.num_experts))
+    panels = -(-mean // blocks.rows)
+    rows = -(-mean // panels)
     height = next((r for r in blocks.rungs if r >= rows), blocks.rows)
     with tempfile.TemporaryDirectory(prefix="isomoe-aot-") as folder:
         layer = _worker({**request, "what": "layer"}, None)
@@ -131,7 +133,7 @@ def aot_compile(
     model: dict[str, float] = {}
     if kernel is not None:
         loops = _name_loops(flat_spec, kernel, rows)
-        model = model_us(gen, grid, flat_spec, config, num_tokens, loops)
+        model = model_us(gen, grid, flat_spec, config, num_tokens, loops, panels)
     return AotReport(
         topology, gen.name, spec.ep, spec.recipe, layer["compile_s"], layer["code_bytes"], layer["temp_bytes"],
         scratch_bytes(spec), blocks, loops, height, model,
@@ -243,10 +245,11 @@ def model_us(
     config: FusedMoEConfig,
     num_tokens: int,
     loops: tuple[dict[str, Any], ...],
+    panels: int = 1,
 ) -> dict[str, float]:
     """Least time of a layer on one device, uniform routing, by term (microseconds).
 
-    ``hbm``: every visited expert's weights (and adapter pairs) once, rows in and out. ``mxu``: multiply-adds at peak.
+    ``hbm``: every visited expert's weights (and adapter pairs) once a panel, rows in and out. ``mxu``: dots at peak.
     ``bundles``: the static schedule at the generation's clock. ``kernel`` is the largest of the three. ``dispatch``:
     all-gather of rows into the device with the fewest links. ``push``: result rows over the bisection (a
     reduce-scatter: partial sums as the all-gather). Links have no wraparound. ``total`` = dispatch + max(kernel, push),
@@ -262,11 +265,11 @@ def model_us(
         pairs = visited * min(spec.lora.slots, max(1.0, rows / max(visited, 1e-9)))
         pair_bytes = pairs * 2 * spec.lora.rank * (spec.halves + 1) * (spec.hidden + spec.inter)
     row_bytes = rows * (4 * LANES * spec.row_words + (1 if spec.fp8_wire else 2) * spec.hidden)
-    hbm = (visited * matrix * weight_item + pair_bytes + row_bytes) / gen.hbm_gbps / 1e3
+    hbm = (panels * (visited * matrix * weight_item + pair_bytes) + row_bytes) / gen.hbm_gbps / 1e3
     peak = gen.fp8_tflops if spec.recipe == "w8a8" else gen.bf16_tflops
     mxu = 2 * rows * matrix / peak / 1e6
     bundles = sum(x["bundles"] * x["times_a_visit"] for x in loops)
-    schedule = visited * bundles / gen.clock_ghz / 1e3
+    schedule = panels * visited * bundles / gen.clock_ghz / 1e3
     kernel = max(hbm, mxu, schedule)
     chips = spec.ep / gen.cores_per_chip
     dispatch = push = 0.0

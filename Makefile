@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: run test lint clean help
+.PHONY: run test test-slow lint clean help
 
 help:
 	@echo "make run    the parity job: sample checkpoints through every executor, table + parity-out/"
-	@echo "make test   the whole test suite"
+	@echo "make test   the test suite"
+	@echo "make test-slow   what it leaves out: the same paths on more kernels and at real dimensions"
 	@echo "make lint   ruff, mypy, import contracts"
 
 # torch first and by its exact version: a range would let pip prefer a newer, larger build where one is on offer.
@@ -27,7 +28,10 @@ run: $(STAMP)
 
 # Two workers and one thread each: the interpreters are single-threaded, and a small machine has two cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
+
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -66,7 +66,7 @@ GEMMS = ("grouped_gemm_kernel", "decode_gemm_kernel")
 # Shared memory a program may have on sm_90, and registers a thread of a kernel of 12 warps.
 SHARED_LIMIT, GEMM_REGISTERS = 227 * 1024, 168
 # A few instructions outside the main loop (one adapter epilogue) are tolerated; accumulators that spill give hundreds.
-SPILLS = 16
+SPILLS = 40
 
 
 @pytest.mark.parametrize("group", GROUPS)

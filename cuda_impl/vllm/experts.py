@@ -20,7 +20,7 @@ from ...common.backends import Fp8MoeBackend
 from ...common.quant_keys import KEYS_OF_SCHEME
 from ..moe import fused_moe
 from ..prepare import AdapterSlots, PreparedWeights
-from .lora import adopt, token_slots
+from .lora import adopt, one_route, token_slots
 from .selection import ACTIVATIONS, quant_key
 
 
@@ -37,7 +37,8 @@ class IsomoeExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
                 "ISOMOE_VLLM=0"
             )
         self._gated = bool(moe_config.is_act_and_mul)
-        self._graphs_by_lora = _graphs_by_lora()
+        # Whether a batch without adapters may be told on the host; see `lora.token_slots`.
+        self._flag_decides = _graphs_by_lora()
         self._prepared: tuple[tuple[int, int], PreparedWeights] | None = None
         self._slots: AdapterSlots | None = None
 
@@ -96,6 +97,7 @@ class IsomoeExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     def set_lora_context(self, ctx: Any) -> None:
         """Take vLLM's slots over (see `lora.adopt`); called once, after its LoRA layer has allocated them."""
         self._slots = adopt(ctx, gated=self._gated)
+        self._flag_decides &= one_route(self._slots)
         super().set_lora_context(ctx)
 
     # Weights.
@@ -157,7 +159,7 @@ class IsomoeExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         context = self._lora_context
         slots = None
         if context is not None:
-            slots = token_slots(context, hidden_states.shape[0], graphs_by_lora=self._graphs_by_lora)
+            slots = token_slots(context, hidden_states.shape[0], flag_decides=self._flag_decides)
         if apply_router_weight_on_input:
             # The prepare step has multiplied the rows: that product is what the expert, and its adapter, sees.
             topk_weights = torch.ones_like(topk_weights)

@@ -13,24 +13,34 @@ from typing import Any
 import torch
 
 from ..prepare import AdapterSlots
+from ..route import LORA_RANKS, pad_rank
 
 
-def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """``[slots, E, len(parts), ...]`` over the memory of `parts`, each ``[slots, E, ...]``, which become its views."""
-    if len(parts) == 1:
-        return parts[0].unsqueeze(2)
-    slots, experts, *rest = parts[0].shape
-    storages = {part.untyped_storage().data_ptr() for part in parts}
-    if len(storages) == 1:  # joined before: the context was set twice
-        return torch.empty(0, dtype=parts[0].dtype, device=parts[0].device).set_(
-            parts[0].untyped_storage(), 0, (slots, experts, len(parts), *rest)
-        )
-    joint = torch.empty((slots, experts, len(parts), *rest), dtype=parts[0].dtype, device=parts[0].device)
-    for index, part in enumerate(parts):
-        view = joint[:, :, index]
+def _joined(parts: tuple[torch.Tensor, ...], rank_axis: int) -> torch.Tensor:
+    """``[slots, E, len(parts), ...]`` over the memory of `parts`, each ``[slots, E, ...]``, which become its views.
+
+    Ranks along `rank_axis` of the result are padded with zeros to what every kernel takes (`route.pad_rank`), so that
+    batches with and without adapters take the same kernels, and base rows the same bits.
+    """
+    first = parts[0]
+    slots, experts, *rest = first.shape
+    rank = rest[rank_axis - 3]
+    rest[rank_axis - 3] = pad_rank(rank)
+    shape = (slots, experts, len(parts), *rest)
+    if len(parts) == 1 and rank == pad_rank(rank):
+        return first.unsqueeze(2)
+    size = torch.Size(shape).numel()
+    storage = first.untyped_storage()
+    if all(p.untyped_storage().data_ptr() == storage.data_ptr() for p in parts) and storage.nbytes() == 2 * size:
+        return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, 0, shape)  # the context came again
+    joint = torch.zeros(shape, dtype=first.dtype, device=first.device)
+    views = [joint[:, :, index].narrow(rank_axis - 1, 0, rank) for index in range(len(parts))]
+    replaced = [part.untyped_storage() for part in parts]
+    for part, view in zip(parts, views, strict=True):
         view.copy_(part)
-        old = part.untyped_storage()
+    for part, view in zip(parts, views, strict=True):
         part.set_(view)
+    for old in replaced:
         # vLLM keeps per-slot views of the old memory, for their shapes only; they must not keep it allocated.
         old.resize_(0)
     return joint
@@ -62,32 +72,37 @@ def adopt(context: Any, *, gated: bool) -> AdapterSlots:
     for buffer in buffers:
         if buffer.dtype != torch.bfloat16:
             raise TypeError(f"lora_dtype: got {buffer.dtype}, want torch.bfloat16")
-    b13 = _joined(context.w13_lora_b_stacked)
+    b13 = _joined(context.w13_lora_b_stacked, 4)
     slots, rank = b13.shape[0], b13.shape[4]
     device = b13.device
     return AdapterSlots(
         slot_ids=torch.arange(slots, dtype=torch.int32, device=device),
         ranks=torch.full((slots,), rank, dtype=torch.int32, device=device),
-        a13=_joined(context.w13_lora_a_stacked),
+        a13=_joined(context.w13_lora_a_stacked, 3),
         b13=b13,
-        a2=_joined(context.w2_lora_a_stacked),
-        b2=_joined(context.w2_lora_b_stacked),
+        a2=_joined(context.w2_lora_a_stacked, 3),
+        b2=_joined(context.w2_lora_b_stacked, 4),
     )
 
 
-def token_slots(context: Any, tokens: int, *, graphs_by_lora: bool) -> torch.Tensor | None:
+def one_route(slots: AdapterSlots) -> bool:
+    """Whether batches with and without adapters take the same kernels, so that a base batch may leave adapters out."""
+    return slots.max_rank in LORA_RANKS
+
+
+def token_slots(context: Any, tokens: int, *, flag_decides: bool) -> torch.Tensor | None:
     """Each row's slot, int32 ``[tokens]``, -1 = base; None where vLLM knows that no row has one.
 
     vLLM leaves the map as it was when a batch uses no adapter, and says so in a flag on the host. Graphs captured for
-    batches with and without adapters apart carry the flag of their kind. A graph captured for both cannot, so there
-    the ids of active adapters, all -1 in such a batch, decide on the device.
+    batches with and without adapters apart carry the flag of their kind. A graph captured for both cannot
+    (`flag_decides` false), so there the ids of active adapters, all -1 in such a batch, decide on the device.
     """
     meta = context.punica_wrapper.token_mapping_meta
-    if graphs_by_lora and bool(meta.no_lora_flag_cpu.item()):
+    if flag_decides and bool(meta.no_lora_flag_cpu.item()):
         return None
     slots = meta.token_lora_mapping[:tokens]
     if slots.shape[0] != tokens:
         raise ValueError(f"hidden_states: got {tokens} rows, vLLM's LoRA map holds {slots.shape[0]}")
-    if graphs_by_lora:
+    if flag_decides:
         return slots
     return torch.where(meta.active_lora_ids.max() >= 0, slots, -1)

@@ -171,7 +171,7 @@ class Serving:
 @pytest.fixture
 def make_serving(make_layer: Any) -> Any:
     def make(name: str, **options: Any) -> Serving:
-        config = lora_config(max_loras=SLOTS, max_lora_rank=RANK, **options)
+        config = lora_config(**{"max_loras": SLOTS, "max_lora_rank": RANK, **options})
         return Serving(make_layer(name, lora=config), config)
 
     return make
@@ -234,12 +234,12 @@ def test_vllms_buffers_are_the_kernels_buffers(make_serving: Any) -> None:
     assert again.a13.data_ptr() == slots.a13.data_ptr() and again.a13.shape == slots.a13.shape
 
 
-@pytest.mark.parametrize("graphs_by_lora", [True, False])
-def test_a_batch_without_adapters_ignores_the_last_batchs_map(make_serving: Any, graphs_by_lora: bool) -> None:
+@pytest.mark.parametrize("flag_decides", [True, False])
+def test_a_batch_without_adapters_ignores_the_last_batchs_map(make_serving: Any, flag_decides: bool) -> None:
     """vLLM leaves the map stale in such a batch, whether graphs are captured apart or for both kinds."""
     serving = make_serving("block")
     layer = serving.layer
-    layer.routed.quant_method.moe_kernel.fused_experts._graphs_by_lora = graphs_by_lora
+    layer.routed.quant_method.moe_kernel.fused_experts._flag_decides = flag_decides
     x, picked = random_rows(5), routing(TOKENS, TOP_K, EXPERTS)
     serving.load(0, random_adapter(0, RANK, 14))
     serving.use([-1] * TOKENS)
@@ -248,6 +248,30 @@ def test_a_batch_without_adapters_ignores_the_last_batchs_map(make_serving: Any,
     assert not bitwise_equal(layer(x, picked), base)
     serving.use([-1] * TOKENS)
     assert bitwise_equal(layer(x, picked), base)
+
+
+@pytest.mark.parametrize("rank, padded", [(8, 16), (256, 256)])
+def test_ranks_that_the_fast_kernels_do_not_take(make_serving: Any, rank: int, padded: int) -> None:
+    """Rank 8 is padded to 16; a batch of base rows at rank 256 stays on the kernels that serve its adapters."""
+    serving = make_serving("block", max_lora_rank=rank)
+    layer = serving.layer
+    experts = layer.routed.quant_method.moe_kernel.fused_experts
+    assert [t.shape[a] for t, a in ((experts._slots.a13, 3), (experts._slots.b13, 4), (experts._slots.a2, 3),
+                                    (experts._slots.b2, 4))] == [padded] * 4  # fmt: skip
+    assert serving.wrapped.w13_lora_a_stacked[0].shape[2] == rank
+    assert experts._flag_decides == (padded == 16)
+    serving.wrapped.set_mapping(serving.punica)
+    x, picked = random_rows(11), routing(TOKENS, TOP_K, EXPERTS)
+    serving.use([-1] * TOKENS)
+    base = layer(x, picked)
+    adapter = random_adapter(1, 8, 18)
+    serving.load(1, adapter)
+    slots = [(-1, 1)[t % 2] for t in range(TOKENS)]
+    serving.use(slots)
+    ids = np.array(slots, np.int32)
+    got = layer(x, picked)
+    want = layer.reference(x, picked, adapters=[adapter], adapter_ids=ids)
+    assert rel_l2(got, want) <= TO_RECIPE.bound and bitwise_equal(got[ids < 0], base[ids < 0])
 
 
 def test_an_unloaded_slot_is_zero(make_serving: Any) -> None:

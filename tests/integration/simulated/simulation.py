@@ -53,6 +53,8 @@ class Simulated(Platform):
 
 
 platforms._current_platform = Simulated()
+# vLLM 0.33 empties the accelerator's cache when a workspace grows; there is no accelerator here.
+torch.accelerator.empty_cache = lambda: None
 # Modules that call CUDA operators while they are imported do so only where the platform says CUDA.
 for _module in (
     "model_executor.layers.fused_moe",

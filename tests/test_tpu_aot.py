@@ -47,19 +47,30 @@ def test_small_layer_with_adapters(topology: str) -> None:
 
 @needs_libtpu
 def test_schedule_and_model() -> None:
-    """The report's loops are the kernel's, the tile loop holds the matrix work, and the terms add up."""
-    report = aot_compile("tpu7x:2x2x1", FusedMoEConfig(16, 2, 512, 1024), 64, scheme="channel")
+    """The report's stages are the kernel's, the tile holds the matrix work, and the terms add up."""
+    report = aot_compile(
+        "tpu7x:2x2x1", FusedMoEConfig(16, 2, 512, 1024), 64, scheme="channel", dispatch="auto", transport="auto",
+        fp8_wire=True,
+    )
     _check(report)
-    loops = {x["loop"]: x for x in report.schedule}
-    assert set(loops) >= {"gather", "stage", "ship"}
-    tile = loops.get("tile", loops.get("visit and tile"))
-    assert tile is not None and tile["mxu_share"] > 0.05
-    assert all(x["bundles"] > 0 for x in report.schedule)
-    # A row is gathered in a handful of bundles.
-    assert loops["gather"]["bundles"] <= 8 * 32
-    model = report.model_us
-    assert model["kernel"] == max(model["hbm"], model["mxu"], model["bundles"])
-    assert model["total"] == pytest.approx(model["dispatch"] + max(model["kernel"], model["push"]), abs=0.02)
+    assert report.loops is not None and report.around is not None
+    cost = report.loops.cost
+    assert len(cost.tile) == len(report.blocks.rungs) == len(report.loops.spills)
+    assert report.loops.mxu_share > 0.05
+    # A row is gathered in a handful of bundles; taller tiles take more.
+    assert 32 < cost.gather <= 8 * 32
+    assert list(cost.tile) == sorted(cost.tile)
+    assert cost.visit > 0 and cost.stage > 0 and cost.ship > 0
+    assert report.around.cycles > 0 and report.around.launches > 10 and report.around.collectives >= 2
+    assert [m.clock_ghz for m in report.model] == [1.2, 1.1, 1.3]
+    for model in report.model:
+        assert model.kernel >= max(model.hbm, model.compute) - 1e-6
+        links = model.dispatch + (
+            max(model.kernel, model.transport) if report.transport.startswith("push")
+            else model.kernel + model.transport
+        )
+        assert model.total == pytest.approx(links + model.fixed)
+        assert min(model.plan, model.launches, model.latency) > 0
 
 
 @needs_libtpu
@@ -184,5 +195,7 @@ def test_reading_a_dump(tmp_path: Path) -> None:
     ]
     assert got.loops[1].mxu_share == pytest.approx(4 / 6, abs=1e-3)
     assert [x.start for x in got.children(got.loops[0])] == [3, 7]
+    assert [x.landings for x in got.loops] == [(6, 8), (), ()]
+    assert got.spills_between(0, 8) == 2
     with pytest.raises(FileNotFoundError, match="no final bundles of a kernel named 'other'"):
         read_schedule(tmp_path, "other")

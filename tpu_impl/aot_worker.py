@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -89,6 +90,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         compiled = lower(build, request["tokens"]).compile()
         seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
+        if "hlo" in request:
+            Path(request["hlo"]).write_text(compiled.as_text())
     except Exception as error:  # whoever asked raises it again, with the compiler's words
         return {"error": f"{type(error).__name__}: {error}"}
     return {

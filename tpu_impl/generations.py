@@ -23,7 +23,9 @@ class Generation:
       smem_bytes: scalar memory.
       dma_semaphores: how many a kernel may hold.
       native_e4m3: whether the matrix unit multiplies e4m3 by e4m3 at its own rate.
-      clock_ghz: bundles a nanosecond (v7x: 1.1 follows from the bf16 peak and is conservative).
+      clocks_ghz: bundles a nanosecond, the reference first, then what else is plausible. v7x: not published; its bf16
+        peak gives 1.1 (conservative), schedules of kernels with published times 1.2 and more.
+      unmodelled_mxu: libtpu's schedules do not hold the matrix unit to its rate, so its peak is a bound of its own.
       hbm_gbps: gigabytes a second.
       bf16_tflops, fp8_tflops: dense peaks; fp8 is the bf16 rate where e4m3 is converted first.
       link_gbps: gigabytes a second one way over one inter-chip link.
@@ -35,12 +37,18 @@ class Generation:
     smem_bytes: int
     dma_semaphores: int
     native_e4m3: bool
-    clock_ghz: float
+    clocks_ghz: tuple[float, ...]
     hbm_gbps: float
     bf16_tflops: float
     fp8_tflops: float
     link_gbps: float
     cores_per_chip: int
+    unmodelled_mxu: bool = False
+
+    @property
+    def clock_ghz(self) -> float:
+        """The reference clock."""
+        return self.clocks_ghz[0]
 
     @property
     def default_recipe(self) -> str:
@@ -51,10 +59,10 @@ class Generation:
 GENERATIONS = {
     g.name: g
     for g in (
-        Generation("v5e", 120 * _MIB, _MIB, 400, False, 1.5, 820.0, 197.0, 197.0, 45.0, 1),
-        Generation("v5p", 64 * _MIB, _MIB, 400, False, 1.75, 2765.0, 459.0, 459.0, 90.0, 1),
-        Generation("v6e", 120 * _MIB, _MIB, 400, False, 1.75, 1640.0, 920.0, 920.0, 90.0, 1),
-        Generation("v7x", 64 * _MIB, _MIB, 400, True, 1.1, 3690.0, 1153.0, 2307.0, 100.0, 2),
+        Generation("v5e", 120 * _MIB, _MIB, 400, False, (1.5,), 820.0, 197.0, 197.0, 45.0, 1),
+        Generation("v5p", 64 * _MIB, _MIB, 400, False, (1.75,), 2765.0, 459.0, 459.0, 90.0, 1),
+        Generation("v6e", 120 * _MIB, _MIB, 400, False, (1.75,), 1640.0, 920.0, 920.0, 90.0, 1),
+        Generation("v7x", 64 * _MIB, _MIB, 400, True, (1.2, 1.1, 1.3), 3690.0, 1153.0, 2307.0, 100.0, 2, True),
     )
 }
 

@@ -4,6 +4,9 @@
 libtpu, asked with ``--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true``, writes every kernel's final bundles as text:
 one line a bundle, with one ``>`` for each loop it is inside of, and a table of how many issue slots each bundle uses.
 A bundle issues in a cycle when nothing stalls, so bundles are the least cycles; waiting for DMAs is not in them.
+
+Bodies of `pl.when` that are too large to be predicated bundle by bundle are jumped over, and where the jump lands
+carries a label: that is how the tile heights of a kernel, of which a visit runs one, are told apart.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from pathlib import Path
 
 _LINE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<label>[A-Z]{2})?\s*:(?P<depth>[\s>]*)\{")
 _BUNDLES = "final_bundles.txt"
+_ANALYSIS = "schedule-analysis_final_bundles.txt"
+DUMP_FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final.*"
+"""What to put into ``LIBTPU_INIT_ARGS``; without the last, every pass of every operation is written."""
 _USAGE = "final_hlo-static-per-bundle-utilization.txt"
 
 
@@ -28,6 +34,7 @@ class Loop:
       mxu_ops: matrix unit issues.
       mxu_share: of all matrix unit slots in the body.
       spills: register spills stored.
+      landings: bundles where jumps over conditional bodies land, of this depth.
     """
 
     depth: int
@@ -36,6 +43,7 @@ class Loop:
     mxu_ops: int
     mxu_share: float
     spills: int
+    landings: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -49,6 +57,12 @@ class Schedule:
     kernel: str
     bundles: int
     loops: tuple[Loop, ...]
+    spilled: tuple[int, ...] = ()
+    """Register spills each bundle stores."""
+
+    def spills_between(self, start: int, end: int) -> int:
+        """Register spills stored by the bundles in ``[start, end)``."""
+        return sum(self.spilled[start:end])
 
     def children(self, parent: Loop) -> list[Loop]:
         """Loops one level inside `parent`."""
@@ -56,13 +70,14 @@ class Schedule:
         return [x for x in inside if x.depth == parent.depth + 1]
 
 
-def _spans(path: Path) -> tuple[list[tuple[int, int, int]], int]:
-    """(depth, start, end) of every loop and the number of bundles.
+def _spans(path: Path) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]], int]:
+    """(depth, start, end) of every loop, (depth, bundle) of every landing and the number of bundles.
 
     Only labelled bundles are read: a body label (LB) opens a loop, and the next label of lesser depth, or the next
     body of the same depth, closes it. Branches and empty bundles carry no reliable depth.
     """
     spans: list[tuple[int, int, int]] = []
+    landings: list[tuple[int, int]] = []
     open_at: list[int] = []
     index = -1
     with path.open() as lines:
@@ -75,13 +90,15 @@ def _spans(path: Path) -> tuple[list[tuple[int, int, int]], int]:
             if match["label"] is None or text.startswith("}") or "sbr.rel" in text[:40]:
                 continue
             depth, opens = match["depth"].count(">"), match["label"] == "LB"
+            if match["label"] == "PF":
+                landings.append((depth, index))
             while len(open_at) > (depth - 1 if opens else depth):
                 spans.append((len(open_at), open_at.pop(), index))
             while opens and len(open_at) < depth:
                 open_at.append(index)
     while open_at:
         spans.append((len(open_at), open_at.pop(), index + 1))
-    return sorted(spans, key=lambda s: (s[1], s[0])), index + 1
+    return sorted(spans, key=lambda s: (s[1], s[0])), landings, index + 1
 
 
 def _usage(path: Path) -> tuple[dict[str, int], dict[str, list[int]]]:
@@ -108,7 +125,7 @@ def read_schedule(folder: Path, kernel: str) -> Schedule:
             break
     else:
         raise FileNotFoundError(f"{folder}: no final bundles of a kernel named {kernel!r}")
-    spans, count = _spans(bundles)
+    spans, landings, count = _spans(bundles)
     slots, used = _usage(usage[0])
     loops = []
     for depth, start, end in spans:
@@ -117,6 +134,21 @@ def read_schedule(folder: Path, kernel: str) -> Schedule:
             Loop(
                 depth, start, end - start, issued, round(issued / ((end - start) * slots["MXU"]), 3),
                 sum(used["VSTORE:SPILL"][start:end]),
+                tuple(at for d, at in landings if d == depth and start < at < end),
             )
         )
-    return Schedule(kernel, count, tuple(loops))
+    return Schedule(kernel, count, tuple(loops), tuple(used["VSTORE:SPILL"]))
+
+
+def op_bundles(folder: Path) -> dict[str, int]:
+    """Bundles of every operation in a dump, by name; a loop's body counts once.
+
+    The compiler emits one program for operations that are equal, under the first one's name.
+    """
+    found = {}
+    for path in folder.glob(f"*-{_ANALYSIS}"):
+        match = re.match(r"\d+-(?P<name>.+)-\d+-" + re.escape(_ANALYSIS), path.name)
+        total = re.search(r"total scheduled bundles:\s+(\d+)", path.read_text())
+        if match and total:
+            found[match["name"]] = int(total[1])
+    return found

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long one MoE layer takes on a TPU: arithmetic on a compiled schedule, and the floor no schedule gets under.
+
+Nothing here is measured. A layer's time is
+
+    dispatch + max(HBM, compute, pushed results) + results that are not pushed + fixed
+
+* dispatch and results: `links`, with `HOP_US` for each hop of an all-gather.
+* HBM: every visited expert's weights once a panel (and its adapters), rows in and out.
+* compute: the kernel's loops (`llo`) at the heights the visits of a batch run. Routing is uniform, so an expert's
+  rows are binomial: the time is the mean over that distribution, not the time of a mean expert, and an expert takes
+  the longer of its compute and its HBM time, because the weight ring runs only two or three tiles ahead.
+* v7x: libtpu's schedules there do not hold back the matrix unit, so a tile takes max(bundles / clock, MACs / peak).
+* fixed: what XLA runs around the kernel (plan, row packing, the final sum: `xla_ops`), `LAUNCH_US` for each of its
+  operations, the latency of metadata gather, entry barrier and last arrivals.
+
+Out of the model: stalls inside a schedule, congestion, imbalance between devices, instruction fetch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..common.config import FusedMoEConfig
+from .generations import Generation
+from .links import Fabric, Traffic, dispatch_us, overlaps, total_us, transport_us
+from .spec import LANES, ROW_BLOCK, KernelSpec
+from .xla_ops import Glue
+
+HOP_US = 1.0
+"""Latency of one hop between chips; "about 1 us" in Google's JAX scaling book."""
+LAUNCH_US = 0.25
+"""Start of one XLA operation; see docs/tpu-performance.md for what it is held against."""
+BYTES_KEPT = 1e-9
+"""Tail of the row distribution that is left out."""
+
+
+@dataclass(frozen=True)
+class VisitCost:
+    """Bundles of one visit, by what they depend on.
+
+    Attributes:
+      visit: once.
+      gather, stage: a block of 32 rows.
+      ship: a chunk of `Blocks.stage` rows.
+      run: a further contiguous run of rows to one owner.
+      pair: an adapter of the visit.
+      tile: one f tile at each height of `Blocks.rungs`.
+      shrink: the adapters' first dots at each height; empty without adapters.
+    """
+
+    visit: int
+    gather: int
+    stage: int
+    ship: int
+    run: int
+    pair: int
+    tile: tuple[int, ...]
+    shrink: tuple[int, ...] = ()
+
+    def rung(self, spec: KernelSpec, rows: int) -> int:
+        return next(i for i, height in enumerate(spec.blocks.rungs) if height >= rows)
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """Terms of one layer's time on one device, microseconds, and the clock they hold for."""
+
+    clock_ghz: float
+    hbm: float
+    mxu: float
+    compute: float
+    kernel: float
+    dispatch: float
+    transport: float
+    plan: float
+    launches: float
+    latency: float
+    total: float
+
+    @property
+    def fixed(self) -> float:
+        return self.plan + self.launches + self.latency
+
+
+def matrix_elements(spec: KernelSpec) -> int:
+    """Weights of one expert."""
+    return (spec.halves + 1) * spec.hidden * spec.inter
+
+
+def pair_bytes(spec: KernelSpec) -> int:
+    """Bytes of one (expert, adapter) pair: A and B of gate, up and down, bf16."""
+    return 2 * spec.lora.rank * (spec.halves + 1) * (spec.hidden + spec.inter) if spec.lora else 0
+
+
+def row_distribution(num_tokens: int, top_k: int, experts: int) -> list[tuple[int, float]]:
+    """(rows, chance) of one expert with uniform routing: binomial, its negligible tails cut off."""
+    p = top_k / experts
+    if p >= 1:
+        return [(num_tokens, 1.0)]
+    logs = math.lgamma(num_tokens + 1)
+    found = []
+    for n in range(num_tokens + 1):
+        log = logs - math.lgamma(n + 1) - math.lgamma(num_tokens - n + 1) + n * math.log(p)
+        chance = math.exp(log + (num_tokens - n) * math.log1p(-p))
+        if chance > BYTES_KEPT:
+            found.append((n, chance))
+    return found
+
+
+def present_pairs(spec: KernelSpec, rows: float) -> float:
+    """Adapters among `rows` rows whose tokens each use one of ``spec.lora.slots``, uniformly."""
+    if spec.lora is None:
+        return 0.0
+    return spec.lora.slots * (1 - (1 - 1 / spec.lora.slots) ** rows)
+
+
+def row_bytes(spec: KernelSpec) -> float:
+    """HBM bytes of a routed row in and out."""
+    item = 1 if spec.fp8_wire else 2
+    scale = 4 * LANES if spec.fp8_wire else 0
+    return 4 * LANES * spec.row_words + item * spec.hidden + scale
+
+
+def weight_item(spec: KernelSpec) -> int:
+    return 1 if spec.quantized else 2
+
+
+def panel_rows(spec: KernelSpec, rows: int) -> list[int]:
+    """Rows of each visit an expert with `rows` rows takes, adapters' groups aside."""
+    full, rest = divmod(rows, spec.blocks.rows)
+    return [spec.blocks.rows] * full + ([rest] if rest else [])
+
+
+def expert_bytes(spec: KernelSpec, rows: int) -> float:
+    """HBM bytes of an expert with `rows` rows."""
+    if not rows:
+        return 0.0
+    visits = len(panel_rows(spec, rows))
+    if spec.lora and spec.groups > 1:
+        visits = max(visits, min(spec.groups, rows))
+    pairs = present_pairs(spec, rows) * len(panel_rows(spec, rows))
+    return visits * matrix_elements(spec) * weight_item(spec) + pairs * pair_bytes(spec) + rows * row_bytes(spec)
+
+
+def tile_us(gen: Generation, clock: float, spec: KernelSpec, bundles: int, height: int) -> float:
+    """One f tile: its schedule, or on v7x the matrix unit where that takes longer."""
+    peak = peak_tflops(gen, spec.recipe)
+    macs_us = 2 * height * matrix_elements(spec) / spec.tiles / peak / 1e6 if gen.unmodelled_mxu else 0.0
+    return max(bundles / clock / 1e3, macs_us)
+
+
+def peak_tflops(gen: Generation, recipe: str) -> float:
+    return gen.fp8_tflops if recipe == "w8a8" else gen.bf16_tflops
+
+
+def visit_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, rows: int) -> float:
+    """Compute of one visit of `rows` rows."""
+    blocks, chunks = -(-rows // ROW_BLOCK), -(-rows // spec.blocks.stage)
+    i = cost.rung(spec, rows)
+    owners = spec.ep * (1 - (1 - 1 / spec.ep) ** rows) * max(1.0, present_pairs(spec, rows) if spec.lora else 1.0)
+    runs = min(rows, owners) + chunks - 1 if spec.pushes else 0
+    pairs = min(present_pairs(spec, rows), spec.blocks.pairs)
+    own = cost.visit + blocks * (cost.gather + cost.stage) + chunks * cost.ship
+    own += max(0.0, runs - chunks) * cost.run + pairs * cost.pair + (cost.shrink[i] if cost.shrink else 0)
+    return own / clock / 1e3 + spec.tiles * tile_us(gen, clock, spec, cost.tile[i], spec.blocks.rungs[i])
+
+
+def expert_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, rows: int) -> float:
+    """Compute of all visits of an expert with `rows` rows; adapters beyond what one visit holds split it."""
+    if not rows:
+        return 0.0
+    groups = min(spec.groups, rows) if spec.lora else 1
+    parts = [n for n in panel_rows(spec, rows)]
+    if groups > 1:
+        parts = [max(1, round(n / groups)) for n in parts for _ in range(groups)]
+    return sum(visit_us(gen, clock, spec, cost, n) for n in parts)
+
+
+def hops(fabric: Fabric) -> int:
+    """Hops between the chips that are farthest apart."""
+    chips = fabric.chips
+    return sum(max(c[d] for c in chips) - min(c[d] for c in chips) for d in range(len(chips[0])))
+
+
+def model_time(
+    gen: Generation,
+    fabric: Fabric,
+    spec: KernelSpec,
+    config: FusedMoEConfig,
+    num_tokens: int,
+    cost: VisitCost,
+    around: Glue,
+    clock_ghz: float | None = None,
+) -> ModelTime:
+    """The layer's time on one device with uniform routing.
+
+    Args:
+      gen, fabric: the devices.
+      spec: the kernel build.
+      config: the layer.
+      num_tokens: of all devices.
+      cost: the kernel's schedule.
+      around: what XLA runs around it.
+      clock_ghz: bundles a nanosecond; None takes the generation's.
+    """
+    clock = clock_ghz or gen.clock_ghz
+    spread = row_distribution(num_tokens, config.experts_per_token, config.num_experts)
+
+    def mean(term: Callable[[int], float]) -> float:
+        return spec.experts * sum(chance * term(n) for n, chance in spread)
+
+    def hbm_us(n: int) -> float:
+        return expert_bytes(spec, n) / gen.hbm_gbps / 1e3
+
+    def compute_us(n: int) -> float:
+        return expert_us(gen, clock, spec, cost, n)
+
+    rows = num_tokens * config.experts_per_token / spec.ep
+    traffic = traffic_of(spec, config, num_tokens)
+    kernel = mean(lambda n: max(hbm_us(n), compute_us(n)))
+    plan = around.cycles / clock / 1e3
+    launches = around.launches * LAUNCH_US
+    # Each collective, the kernel's entry barrier, and the last pushed row.
+    latency = (around.collectives + (2 if spec.pushes else 0)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
+    links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel)
+    return ModelTime(
+        clock, mean(hbm_us), 2 * rows * matrix_elements(spec) / peak_tflops(gen, spec.recipe) / 1e6, mean(compute_us),
+        kernel, dispatch_us(fabric, traffic, spec.dispatch), transport_us(fabric, traffic, spec.transport), plan,
+        launches, latency, links + plan + launches + latency,
+    )
+
+
+def traffic_of(spec: KernelSpec, config: FusedMoEConfig, num_tokens: int) -> Traffic:
+    return Traffic(num_tokens, spec.hidden, config.experts_per_token, config.num_experts)
+
+
+# -- the floor ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least a layer can take, microseconds, and how it gets there.
+
+    Attributes:
+      hbm: weights of visited experts once, FP8 rows in and out.
+      mxu: the dots at peak.
+      dispatch, transport: the cheapest way of moving rows.
+      links: microseconds of the two.
+      total: dispatch, then the larger of kernel and pushed results, or their sum where results are summed first.
+    """
+
+    hbm: float
+    mxu: float
+    dispatch: str
+    transport: str
+    links: tuple[float, float]
+    total: float
+
+
+FLOOR_DISPATCHES = ("ag_fp8",)
+FLOOR_TRANSPORTS = ("push_fp8", "presum_fp8")
+
+
+def roofline(
+    gen: Generation, fabric: Fabric, config: FusedMoEConfig, num_tokens: int, *, quantized: bool = True
+) -> Roofline:
+    """The floor of a layer without adapters: every byte once, every dot at peak, FP8 on the links.
+
+    Rows that are summed first leave once a *chip*: the cores of a chip would add theirs, which costs the links least.
+    """
+    halves = 2 if config.is_act_and_mul else 1
+    matrix = (halves + 1) * config.hidden_dim * config.intermediate_size
+    local = -(-config.num_experts // fabric.ep)
+    visited = local * (1 - (1 - config.experts_per_token / config.num_experts) ** num_tokens)
+    rows = num_tokens * config.experts_per_token / fabric.ep
+    item, recipe = (1, gen.default_recipe) if quantized else (2, "bf16")
+    hbm = (visited * matrix * item + rows * 2 * config.hidden_dim * item) / gen.hbm_gbps / 1e3
+    mxu = 2 * rows * matrix / peak_tflops(gen, recipe) / 1e6
+    traffic = Traffic(
+        num_tokens, config.hidden_dim, config.experts_per_token, config.num_experts, scales=False, whole_chips=True
+    )
+    kernel = max(hbm, mxu)
+    best = min(
+        (total_us(fabric, traffic, d, t, kernel), d, t) for d in FLOOR_DISPATCHES for t in FLOOR_TRANSPORTS
+    )
+    total, dispatch, transport = best
+    links = dispatch_us(fabric, traffic, dispatch), transport_us(fabric, traffic, transport)
+    return Roofline(hbm, mxu, dispatch, transport, links, total)
+
+
+# -- without a compiler ---------------------------------------------------------------------------------------------
+
+
+def estimate_kernel_us(gen: Generation, spec: KernelSpec, config: FusedMoEConfig, num_tokens: int) -> float:
+    """The kernel's time without a schedule: bytes and dots, padded to tile heights, at `MXU_SHARE` of peak."""
+    spread = row_distribution(num_tokens, config.experts_per_token, config.num_experts)
+    peak = peak_tflops(gen, spec.recipe) * MXU_SHARE
+
+    def one(rows: int) -> float:
+        hbm = expert_bytes(spec, rows) / gen.hbm_gbps / 1e3
+        heights = [next(h for h in spec.blocks.rungs if h >= n) for n in panel_rows(spec, rows)]
+        return max(hbm, 2 * sum(heights) * matrix_elements(spec) / peak / 1e6)
+
+    return spec.experts * sum(chance * one(n) for n, chance in spread)
+
+
+MXU_SHARE = 0.5
+"""Of peak, what compiled prefill schedules reach all in (v7x 0.5, v6e 0.7); used only where there is no schedule."""
+
+
+def share_hidden(kernel: float, combine: float, transport: str) -> float:
+    """Microseconds of a transport that the kernel covers."""
+    return min(kernel, combine) if overlaps(transport) else 0.0
+
+
+def most_likely(spread: Sequence[tuple[int, float]]) -> int:
+    return max(spread, key=lambda s: s[1])[0]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which dispatch and transport a build takes: the cheapest by `links` of those its declared precision allows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from ..common.checks import check_choice
+from ..common.config import FusedMoEConfig
+from .blocks import choose_blocks, make_spec
+from .generations import Generation
+from .layout import padded_rank
+from .links import ROW_ITEM, Fabric, total_us
+from .spec import DISPATCHES, TRANSPORTS, KernelSpec, LoRASpec
+from .time_model import estimate_kernel_us, traffic_of
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way of moving rows, its modelled microseconds, and whether its precision is allowed."""
+
+    dispatch: str
+    transport: str
+    total_us: float
+
+
+def candidates(
+    gen: Generation,
+    fabric: Fabric,
+    config: FusedMoEConfig,
+    num_tokens: int,
+    *,
+    scheme: str,
+    recipe: str,
+    max_loras: int = 0,
+    max_lora_rank: int = 0,
+    dispatch: str = AUTO,
+    transport: str = AUTO,
+    fp8_wire: bool = False,
+    fp8_input: bool = False,
+) -> list[Choice]:
+    """Every allowed (dispatch, transport), cheapest first; arguments as `resolve_wires`'s."""
+    check_choice("dispatch", dispatch, (AUTO, *DISPATCHES))
+    check_choice("transport", transport, (AUTO, *TRANSPORTS))
+    dispatches = [dispatch] if dispatch != AUTO else [
+        d for d in DISPATCHES if ROW_ITEM[d] > 1 or recipe == "w8a8" or (recipe == "w8a16" and fp8_input)
+    ]
+    transports = [transport] if transport != AUTO else [t for t in TRANSPORTS if fp8_wire or ROW_ITEM[t] > 1]
+    lora = LoRASpec(max_loras, padded_rank(max_lora_rank)) if max_loras else None
+    found = []
+    for d, t in itertools.product(dispatches, transports):
+        spec = _build(gen, fabric, config, num_tokens, scheme, recipe, lora, d, t, required=dispatch != AUTO)
+        if spec is not None:
+            kernel = estimate_kernel_us(gen, spec, config, num_tokens)
+            found.append(Choice(d, t, total_us(fabric, traffic_of(spec, config, num_tokens), d, t, kernel)))
+    return sorted(found, key=lambda c: c.total_us)
+
+
+def _build(
+    gen: Generation, fabric: Fabric, config: FusedMoEConfig, num_tokens: int, scheme: str, recipe: str,
+    lora: LoRASpec | None, dispatch: str, transport: str, *, required: bool,
+) -> KernelSpec | None:
+    """The build; None where the kernel does not have this dispatch for the layer (`KernelSpec` says)."""
+    slots, rank = (lora.slots, lora.rank) if lora else (0, 0)
+    try:
+        blocks = choose_blocks(
+            gen.name, config, num_tokens, ep=fabric.ep, scheme=scheme, recipe=recipe, max_loras=slots,
+            max_lora_rank=rank, transport=transport, dispatch=dispatch,
+        )
+        return make_spec(
+            config, num_tokens, blocks, ep=fabric.ep, scheme=scheme, recipe=recipe, lora=lora, transport=transport,
+            dispatch=dispatch,
+        )
+    except ValueError as error:
+        if required or not str(error).startswith("dispatch:"):
+            raise
+        return None
+
+
+def resolve_wires(
+    gen: Generation,
+    fabric: Fabric,
+    config: FusedMoEConfig,
+    num_tokens: int,
+    *,
+    scheme: str,
+    recipe: str,
+    max_loras: int = 0,
+    max_lora_rank: int = 0,
+    dispatch: str = AUTO,
+    transport: str = AUTO,
+    fp8_wire: bool = False,
+    fp8_input: bool = False,
+) -> tuple[str, str]:
+    """The (dispatch, transport) to build, ``"auto"`` replaced by the cheapest.
+
+    Args:
+      gen, fabric: the devices.
+      config: the layer.
+      num_tokens: of all devices.
+      scheme, recipe: of the build.
+      max_loras, max_lora_rank: adapter slots. The transport is chosen as if there were none, so that rows without an
+        adapter keep their bits; FP8 codes at the source are the codes quantised on arrival, so the dispatch may differ.
+      dispatch, transport: what is asked for, or ``"auto"``.
+      fp8_wire: whether FP8 result rows are declared; else ``"auto"`` keeps bf16 ones.
+      fp8_input: whether FP8 rows that w8a16 rounds back are declared.
+
+    Raises:
+      ValueError: an unknown name, or a dispatch asked for that the layer cannot have.
+    """
+    if transport == AUTO:
+        transport = candidates(
+            gen, fabric, config, num_tokens, scheme=scheme, recipe=recipe, dispatch=AUTO, fp8_wire=fp8_wire,
+            fp8_input=fp8_input,
+        )[0].transport
+    best = candidates(
+        gen, fabric, config, num_tokens, scheme=scheme, recipe=recipe, max_loras=max_loras,
+        max_lora_rank=max_lora_rank, dispatch=dispatch, transport=transport, fp8_input=fp8_input,
+    )[0]
+    return best.dispatch, best.transport

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layer's program does around the expert kernel, and how long the compiler's own schedule of it is.
+
+libtpu's optimised HLO lists operations in the order they run. A compiled dump holds each one's bundles; for
+operations the compiler has an estimate of its own (``estimated_cycles``), which counts loops and memory but also a
+fixed allowance an operation, the same for the smallest of them: that part is taken off, so that launches are counted
+once, by whoever adds them up. Equal operations share one program, so those without a dump of their own are looked up
+by what they compute (opcode and shape).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][a-z0-9-]*)\(")
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(")
+_ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_BODY = re.compile(r"body=%(\S+?)[,\s]")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# They move no data, or run beside others.
+_FREE = frozenset((
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "while",
+    "opt-barrier", "add-dependency",
+))
+_ASYNC = ("-start", "-done", "-update")
+SORT_BUNDLES = 4
+"""Of one vector register, operand and step of a bitonic sort, which libtpu unrolls for a few thousand elements (there
+3.8 were counted); in larger ones a loop's body counts once, so they are computed."""
+REGISTER = 1024
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of the program.
+
+    Attributes:
+      name, opcode, shape: as the compiler prints them.
+      times: how often it runs in a call.
+      estimate: the compiler's cycles; None where it has none.
+    """
+
+    name: str
+    opcode: str
+    shape: str
+    times: int
+    estimate: int | None
+
+
+@dataclass(frozen=True)
+class Glue:
+    """Everything around the expert kernel.
+
+    Attributes:
+      cycles: bundles of all operations, each as often as it runs.
+      launches: operations started.
+      compiler_cycles: the compiler's own estimate, its allowances included; operations without one count bundles.
+      collectives: all-gathers and the like.
+      largest: names and cycles of the operations that cost most.
+    """
+
+    cycles: int
+    launches: int
+    compiler_cycles: int
+    collectives: int
+    largest: tuple[tuple[str, int], ...]
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    bodies: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in hlo.splitlines():
+        head = _HEAD.match(line)
+        if head:
+            lines = bodies.setdefault(head["name"], [])
+            entry = head["name"] if head["entry"] else entry
+        elif line.rstrip() == "}":
+            lines = []
+        else:
+            lines.append(line)
+    return bodies, entry
+
+
+def operations(hlo: str) -> list[Op]:
+    """Operations of a call in program order, those of loops as often as their known trip count says.
+
+    Raises:
+      ValueError: the text has no entry computation.
+    """
+    bodies, entry = _computations(hlo)
+    if not entry:
+        raise ValueError("hlo: got a text without an entry computation, want a compiled program's as_text()")
+
+    def walk(name: str, times: int) -> Iterator[Op]:
+        for line in bodies[name]:
+            match = _INSTRUCTION.match(line)
+            if match is None:
+                continue
+            if match["opcode"] == "while":
+                body, trips = _BODY.search(line), _TRIPS.search(line)
+                if body:
+                    yield from walk(body[1], times * (int(trips[1]) if trips else 1))
+            estimate = _ESTIMATE.search(line)
+            yield Op(match["name"], match["opcode"], match["shape"], times, int(estimate[1]) if estimate else None)
+
+    return list(walk(entry, 1))
+
+
+def _free(op: Op) -> bool:
+    if op.opcode in _FREE or op.opcode.endswith(_ASYNC):
+        return True
+    # Marks for the compiler: they name no computation.
+    return op.opcode == "custom-call" and op.name.startswith(("custom-call", "prepare_"))
+
+
+def sort_bundles(shape: str) -> int:
+    """Bundles of a bitonic sort of one-dimensional operands of a shape, such as ``(s32[4096]{0}, s32[4096]{0})``."""
+    sizes = [int(n) for n in re.findall(r"\[(\d+)\]", shape)]
+    if not sizes:
+        return 0
+    steps = math.ceil(math.log2(max(2, sizes[0])))
+    return SORT_BUNDLES * steps * (steps + 1) // 2 * -(-sizes[0] // REGISTER) * len(sizes)
+
+
+def glue(hlo: str, bundles: Mapping[str, int], kernel: str) -> Glue:
+    """Add up everything but the kernel whose name starts with `kernel`.
+
+    Args:
+      hlo: the compiled program's text.
+      bundles: of each operation, by name (`llo.op_bundles`).
+      kernel: the expert kernel's name.
+    """
+    ops = [op for op in operations(hlo) if not _free(op) and not op.name.startswith(kernel)]
+    alike: dict[tuple[str, str], int] = {}
+    for op in ops:
+        if op.name in bundles:
+            alike.setdefault((op.opcode, op.shape), bundles[op.name])
+    estimates = [op.estimate for op in ops if op.estimate is not None]
+    # The smallest operations' common estimate is the compiler's allowance; a few marks are below it.
+    allowance = min((e for e in estimates if estimates.count(e) >= 2 and e > 1000), default=0)
+    cycles, compiler, cost = 0, 0, []
+    for op in ops:
+        scheduled = bundles.get(op.name, alike.get((op.opcode, op.shape), 0))
+        if op.opcode == "sort":
+            scheduled = max(scheduled, sort_bundles(op.shape))
+        beyond = max(0, op.estimate - allowance) if op.estimate is not None else 0
+        work = op.times * max(scheduled, beyond)
+        cycles += work
+        compiler += op.times * (op.estimate if op.estimate is not None else allowance + scheduled)
+        cost.append((op.name, work))
+    collectives = len(re.findall(rf"\b(?:{'|'.join(COLLECTIVES)})(?:-start)?\(", hlo))
+    largest = tuple(sorted(cost, key=lambda c: -c[1])[:8])
+    return Glue(cycles, sum(op.times for op in ops), compiler, collectives, largest)

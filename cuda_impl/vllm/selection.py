@@ -4,7 +4,7 @@
 vLLM's quant methods look up `select_fp8_moe_backend` as a global of their modules and offer no registry. `install`
 binds that name, in the modules of the three methods served here, to a function that asks the platform first:
 
-- TPU: ``(NONE, None)``, whatever variable or backend is set;
+- TPU: ``(NONE, None)``, whatever variable or backend is set (one log line names a backend that cannot apply);
 - an out-of-tree platform: vLLM's answer, and NONE where that is an exception;
 - CUDA: this package's experts where its selector serves the layer, else vLLM's own answer with one log line;
 - any other: vLLM's own answer.
@@ -12,6 +12,7 @@ binds that name, in the modules of the three methods served here, to a function 
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import os
@@ -31,13 +32,13 @@ from ...common.quant_keys import (
     create_fp8_quant_key,
     kFp8DynamicTensorSym,
     kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
 )
 from ...common.selector import explain_selection, select_fp8_moe_backend
 
 # Under vLLM's own root, so that its log settings apply.
 logger = init_logger("vllm.isomoe")
 
-_SELECTOR = "select_fp8_moe_backend"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 # Modules whose methods are served, and what users call them.
 METHOD_MODULES = {
@@ -168,9 +169,10 @@ def lora_refusal(config: Any, deployment: Deployment) -> str | None:
     return None
 
 
-def why_not(config: Any, deployment: Deployment) -> str | None:
+def why_not(config: Any, deployment: Deployment, weight_key: Any = None) -> str | None:
     """What stands against this package's experts before its selector is asked, or None."""
     parallel = config.moe_parallel_config
+    lora = bool(getattr(config, "is_lora_enabled", False))
     activation = str(getattr(config.activation, "value", config.activation)).removesuffix("_no_mul")
     if config.moe_backend != "auto":
         return f"moe_backend={config.moe_backend!r} was asked for"
@@ -184,8 +186,13 @@ def why_not(config: Any, deployment: Deployment) -> str | None:
         os.environ.get("ISOMOE_BATCH_INVARIANT") == "1"
     ):
         return "VLLM_BATCH_INVARIANT is set; set ISOMOE_BATCH_INVARIANT=1 as well"
-    if not getattr(config, "is_lora_enabled", False):
+    if getattr(parallel, "enable_eplb", False) and (config.has_bias or quant_key(weight_key) == kFp8StaticTensorSym):
+        # vLLM moves weights and scales in place; per-tensor scales and biases are kept here in another form.
+        return "enable_eplb: want block or per-channel scales, and no bias"
+    if not lora:
         return None
+    if parallel.use_all2all_kernels:
+        return "tokens of several ranks are gathered (sequence or context parallelism), their adapters are not"
     if deployment.fully_sharded_loras and parallel.tp_size > 1:
         return "fully_sharded_loras: adapters are read whole here"
     if deployment.fused_3d_loras:
@@ -221,7 +228,7 @@ def _select_cuda(original: Selector, config: Any, weight_key: Any, activation_ke
             f"isomoe: LoRA on MoE layers with {refusal}, so rows would get another adapter's or no update, in vLLM's "
             "experts too. Change the setting, or set ISOMOE_VLLM=0 to run vLLM's experts all the same."
         )
-    reason = why_not(config, deployment)
+    reason = why_not(config, deployment, weight_key)
     backend = None
     if reason is None:
         try:
@@ -251,6 +258,8 @@ def _select(original: Selector, config: Any, weight_key: Any, activation_key: An
     from vllm.platforms import current_platform
 
     if current_platform.is_tpu():
+        if config.moe_backend != "auto":
+            logger.warning_once("isomoe: moe_backend=%r does not apply on a TPU; backend NONE", config.moe_backend)
         return VllmFp8MoeBackend.NONE, None
     if current_platform.is_cuda():
         return _select_cuda(original, config, weight_key, activation_key, *args, **kwargs)
@@ -263,8 +272,26 @@ def _select(original: Selector, config: Any, weight_key: Any, activation_key: An
         return VllmFp8MoeBackend.NONE, None
 
 
+def _block_shape(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's block shape for a tensor-parallel share, without the backend that only the selector may refuse.
+
+    vLLM 0.33 maps an explicit ``moe_backend`` to FP8 experts here, before it selects, and raises where it has none.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_tpu() or current_platform.is_out_of_tree():
+        config = copy.copy(config)
+        config.moe_backend = "auto"
+    return original(config, *args, **kwargs)
+
+
+# vLLM's global -> what goes before it. Every method looks up the first; later vLLM versions have the others.
+_SELECTOR = "select_fp8_moe_backend"
+_GUARDS: dict[str, Callable[..., Any]] = {_SELECTOR: _select, "resolve_fp8_moe_weight_block_shape": _block_shape}
+
+
 def install() -> tuple[str, ...]:
-    """Put `_select` before vLLM's selector in `METHOD_MODULES`; idempotent.
+    """Put the `_GUARDS` before vLLM's functions in `METHOD_MODULES`; idempotent.
 
     Returns:
       The quantisations reached. One whose module this vLLM lacks, or which no longer calls the selector by that
@@ -274,12 +301,14 @@ def install() -> tuple[str, ...]:
     for name, path in METHOD_MODULES.items():
         try:
             module = importlib.import_module(path)
-            original = getattr(module, _SELECTOR)
+            getattr(module, _SELECTOR)
         except (ImportError, AttributeError) as error:
             logger.warning("isomoe: %s MoE layers stay as they are: %s", name, error)
             continue
-        if not _is_ours(original):
-            setattr(module, _SELECTOR, functools.wraps(original)(functools.partial(_select, original)))
+        for label, guard in _GUARDS.items():
+            original = getattr(module, label, None)
+            if original is not None and not _is_ours(original):
+                setattr(module, label, functools.wraps(original)(functools.partial(guard, original)))
         reached.append(name)
     return tuple(reached)
 
@@ -288,10 +317,11 @@ def uninstall() -> None:
     """Undo `install`."""
     for path in METHOD_MODULES.values():
         module = importlib.import_module(path)
-        current = getattr(module, _SELECTOR, None)
-        if _is_ours(current):
-            setattr(module, _SELECTOR, current.args[0])
+        for label in _GUARDS:
+            current = getattr(module, label, None)
+            if _is_ours(current):
+                setattr(module, label, current.args[0])
 
 
-def _is_ours(selector: Any) -> bool:
-    return isinstance(selector, functools.partial) and selector.func is _select
+def _is_ours(function: Any) -> bool:
+    return isinstance(function, functools.partial) and function.func in _GUARDS.values()

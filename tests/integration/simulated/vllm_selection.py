@@ -6,11 +6,12 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from simulation import CONFIGS, fp8_config, lora_config
+from vllm.config.kernel import MoEBackend
 from vllm.platforms.interface import PlatformEnum
 
 from isomoe.cuda_impl import vllm_plugin
@@ -62,6 +63,22 @@ def test_none_on_a_platform_without_kernels(
     assert method.experts_cls is None
 
 
+@pytest.mark.parametrize("scheme", CONFIGS)
+@pytest.mark.parametrize("backend", get_args(MoEBackend))
+@pytest.mark.parametrize("kind", [PlatformEnum.TPU, PlatformEnum.OOT], ids=lambda k: k.name)
+def test_none_for_any_explicit_backend(
+    build: Any, world: Any, installed: None, cuda: Any, lines: Any, monkeypatch: pytest.MonkeyPatch, scheme: str,
+    backend: str, kind: Any,
+) -> None:
+    """Every name this vLLM accepts; one line names a backend that cannot apply."""
+    cuda.become(kind)
+    monkeypatch.setattr(world.kernel_config, "moe_backend", backend)
+    method = method_of(build(CONFIGS[scheme]()))
+    assert method.fp8_backend.name == "NONE" and method.experts_cls is None
+    if kind == PlatformEnum.TPU:
+        assert [repr(backend) in text for _, text in lines] == ([] if backend == "auto" else [True])
+
+
 def test_vllms_own_selector_raises_under_such_a_variable(
     build: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +119,21 @@ def test_a_layer_that_is_not_served_stays_vllms_with_one_line(
     assert method.experts_cls.__module__.startswith("vllm.")
     warnings = [text for level, text in lines if level == "warning"]
     assert len(warnings) == 1 and expected in warnings[0], lines
+
+
+@pytest.mark.parametrize(
+    "asked, experts", [("triton", "IsomoeExperts"), ("marlin", "IsomoeW8A16Experts"), ("no-such-backend", None)]
+)
+def test_this_packages_own_variable(
+    build: Any, installed: None, lines: Any, monkeypatch: pytest.MonkeyPatch, asked: str, experts: str | None
+) -> None:
+    monkeypatch.setenv("ISOMOE_MOE_BACKEND", asked)
+    method = method_of(build(fp8_config()))
+    if experts is not None:
+        assert method.experts_cls.__name__ == experts and [level for level, _ in lines] == ["info"]
+    else:
+        assert method.experts_cls.__module__.startswith("vllm.")
+        assert [level for level, _ in lines] == ["warning"] and "ISOMOE_MOE_BACKEND" in lines[0][1]
 
 
 def test_a_backend_that_the_user_named_is_vllms(

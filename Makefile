@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: run test test-slow lint clean help
+.PHONY: run test test-slow test-integration lint clean help
 
 help:
 	@echo "make run    the parity job: sample checkpoints through every executor, table + parity-out/"
 	@echo "make test   the test suite"
 	@echo "make test-slow   what it leaves out: the same paths on more kernels and at real dimensions"
+	@echo "make test-integration   inside real vLLM and tpu-inference, on the CPU; installs both (12 GB)"
 	@echo "make lint   ruff, mypy, import contracts"
 
 # torch first and by its exact version: a range would let pip prefer a newer, larger build where one is on offer.
@@ -33,10 +34,27 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
+# One environment and one run a leg; see tests/integration/setup_env.sh.
+LEGS := tpu vllm
+LEG_RUNS := $(LEGS:%=test-integration-%)
+.PHONY: $(LEG_RUNS)
+.PRECIOUS: .venv-integration-%/.installed
+
+test-integration: $(LEG_RUNS)
+
+.venv-integration-%/.installed: tests/integration/setup_env.sh constraints-integration-common.txt \
+		constraints-integration-%.txt pyproject.toml
+	rm -rf $(@D)
+	PYTHON=$(PYTHON) tests/integration/setup_env.sh $* $(@D)
+	touch $@
+
+$(LEG_RUNS): test-integration-%: .venv-integration-%/.installed
+	ISOMOE_TEST_LEG=$* $(<D)/bin/python -m pytest tests/integration
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy .
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info parity-out
+	rm -rf $(VENV) .venv-integration-* build dist *.egg-info parity-out

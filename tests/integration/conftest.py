@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM world of one process on eight virtual CPU devices, as tpu-inference would see eight TPU cores.
 
-Every TPU module is skipped, with the reason, where tpu-inference cannot be imported; `setup_tpu_env.sh` builds an
-environment in which it can.
+Modules are skipped, with the reason, where the serving stack they need is not installed. `make test-integration`
+names a leg (``ISOMOE_TEST_LEG``), whose environment `setup_env.sh` built: there a missing stack, a skip, or
+nothing passed is a failure.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ _ENVIRONMENT = {
 }
 _MISSING = [name for name in ("vllm", "tpu_inference", "torchax") if importlib.util.find_spec(name) is None]
 _FOLDER = Path(__file__).parent
+_TPU_MODULES = "test_tpu_*.py"
+# Leg -> what it does not collect.
+_LEGS: dict[str, list[str]] = {"tpu": [], "vllm": [_TPU_MODULES]}
+_LEG = os.environ.get("ISOMOE_TEST_LEG")
+if _LEG is not None and _LEG not in _LEGS:
+    raise pytest.UsageError(f"ISOMOE_TEST_LEG: got {_LEG!r}, want one of {', '.join(_LEGS)}")
+collect_ignore_glob = _LEGS[_LEG] if _LEG else []
 
 if not _MISSING:
     for _name, _value in _ENVIRONMENT.items():
@@ -33,11 +41,27 @@ if not _MISSING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = f"{' and '.join(_MISSING)} not installed; see tests/integration/setup_tpu_env.sh"
+    reason = f"{' and '.join(_MISSING)} not installed; see tests/integration/setup_env.sh"
     for item in items:
         # This hook sees the whole session: only this folder's modules need tpu-inference.
-        if _MISSING and item.path.parent == _FOLDER and item.path.name.startswith("test_tpu_"):
+        if _MISSING and item.path.parent == _FOLDER and item.path.match(_TPU_MODULES):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _untested(terminal: Any) -> bool:
+    """Whether a leg ran less than all of its tests."""
+    return _LEG is not None and (not terminal.stats.get("passed") or bool(terminal.stats.get("skipped")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.OK and _untested(session.config.pluginmanager.getplugin("terminalreporter")):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _untested(terminalreporter):
+        terminalreporter.write_line(f"ISOMOE_TEST_LEG={_LEG}: want every test run, and one at least", red=True)
 
 
 @pytest.fixture(scope="session")

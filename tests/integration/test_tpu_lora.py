@@ -165,6 +165,49 @@ def test_one_layer_equals_the_reference(
     assert bitwise_equal(emptied, run(built, mesh(8), x, logits)), "empty slots are the layer without adapters"
 
 
+def test_a_batch_without_adapters_runs_the_program_without(
+    vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen at run time inside one trace; outside a trace, on the host."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    from isomoe.tpu_impl.tpu_inference import ep_layer
+    from isomoe.tpu_impl.tpu_inference.lora import FusedMoEWithLoRA
+
+    built = build(vllm_config("channel"), mesh(8))
+    load(built, random_weights("channel"))
+    process(built)
+    layer = FusedMoEWithLoRA(built.runner)
+    layer.create_lora_weights(2, SimpleNamespace(
+        max_lora_rank=16, lora_dtype=torch.bfloat16, enable_moe_shared_loras=False
+    ))
+    layer.set_mapping(SimpleNamespace(_get_token_lora_indices=None))
+    x, logits = batch()
+    tensors = built.method.operands(built.layer) | layer.stacks()
+    traces: list[bool] = []
+
+    def program(rows: Any, *unused: Any, build: Any, **also_unused: Any) -> Any:
+        traces.append(build.lora is not None)
+        return jnp.full_like(rows, 1.0 if build.lora else 0.0)
+
+    monkeypatch.setattr(ep_layer, "fused_moe_ep", program)
+    taken = built.method.ep_layer
+
+    def apply(slots: Any) -> Any:
+        return taken.apply(jnp.asarray(x), jnp.asarray(logits), tensors, adapter_slots=slots)[0]
+
+    base, mixed = np.full(len(x), -1, np.int32), np.full(len(x), -1, np.int32)
+    mixed[-1] = 1
+    jitted = jax.jit(apply)
+    for how in (apply, jitted):
+        traces.clear()
+        assert not np.asarray(how(jnp.asarray(base))).any()
+        assert np.asarray(how(jnp.asarray(mixed))).all()
+        assert sorted(traces) == [False, True]
+
+
 def jnp_array(a: np.ndarray) -> Any:
     import jax.numpy as jnp
 

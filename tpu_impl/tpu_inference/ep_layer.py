@@ -20,7 +20,7 @@ from ...common.config import FusedMoEConfig
 from ...common.platforms import TPU_DEVICE_KINDS
 from ...common.weights import MoEWeights
 from ..blocks import choose_blocks, interpreter_blocks, tile_width
-from ..ep_moe import EPBuild, fused_moe_ep
+from ..ep_moe import EPBuild, fused_moe_ep, operand_shapes
 from ..generations import GENERATIONS, generation
 from ..layout import activation_scales, lay_out_scales, padded_hidden
 from ..spec import LoRASpec, round_up
@@ -179,6 +179,10 @@ class EPLayer:
         """The same layer serving adapters."""
         return replace(self, lora=lora)
 
+    def without_lora(self) -> EPLayer:
+        """The same layer, for batches without adapters; its rows keep the bits that base rows have beside adapters."""
+        return replace(self, lora=None)
+
     def operands(self, weights: MoEWeights) -> dict[str, jax.Array]:
         """Weights on the mesh in the kernel's layout, by operand name (see `layout`).
 
@@ -241,9 +245,25 @@ class EPLayer:
         if num_valid_tokens is not None:
             valid = jnp.arange(ids.shape[0])[:, None] < num_valid_tokens
             ids, weights = jnp.where(valid, ids, -1), jnp.where(valid, weights, 0.0)
+        x16 = x.astype(jnp.bfloat16)
         scale = None if self.static_scales is None else jnp.asarray(self.static_scales)
-        out = fused_moe_ep(
-            x.astype(jnp.bfloat16), weights, ids, tensors, build=self.build(x.shape[0]),
-            adapter_slots=adapter_slots, act_scale=scale,
-        )
+
+        def run(layer: EPLayer, slots: jax.Array | None) -> jax.Array:
+            build = layer.build(x.shape[0])
+            held = {name: tensors[name] for name in operand_shapes(build)}
+            return fused_moe_ep(x16, weights, ids, held, build=build, adapter_slots=slots, act_scale=scale)
+
+        def base() -> jax.Array:
+            return run(self.without_lora(), None)
+
+        def adapted() -> jax.Array:
+            return run(self, adapter_slots)
+
+        if adapter_slots is None:
+            out = base()
+        elif isinstance(adapter_slots, jax.core.Tracer):
+            # One trace holds both programs, so that a batch without adapters, known only at run time, pays for none.
+            out = jax.lax.cond(jnp.any(adapter_slots >= 0), adapted, base)
+        else:
+            out = adapted() if bool(jnp.any(adapter_slots >= 0)) else base()
         return out.astype(x.dtype), ids

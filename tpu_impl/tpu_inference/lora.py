@@ -169,11 +169,13 @@ class FusedMoEWithLoRA(vllm_layers.FusedMoEWithLoRA, BaseLinearLayerWithLoRA):
         for operand, stack in written.items():
             self._set(operand, stack)
 
-    def operands(self, x: torch.Tensor) -> tuple[dict[str, jax.Array], jax.Array]:
-        """The stacks by kernel operand, and each row's slot int32 ``[T]`` (-1 = base); inside the model step."""
-        stacks = {operand: jax_view(getattr(self, name)) for operand, name in _STACKS.items()}
-        slots = jax_view(self.punica_wrapper._get_token_lora_indices(x))
-        return stacks, slots.astype(jnp.int32)
+    def stacks(self) -> dict[str, jax.Array]:
+        """All slots, by kernel operand."""
+        return {operand: jax_view(getattr(self, name)) for operand, name in _STACKS.items()}
+
+    def slots(self, x: torch.Tensor) -> jax.Array:
+        """Each row's slot, int32 ``[T]``, -1 = base; inside the model step."""
+        return jax_view(self.punica_wrapper._get_token_lora_indices(x)).astype(jnp.int32)
 
 
 def register_lora() -> None:

@@ -34,6 +34,7 @@ from ...common.config import FusedMoEConfig, FusedMoEParallelConfig
 from ...common.numerics import BLOCK
 from ...common.support import declared_support
 from ...common.weights import MoEWeights
+from ..ep_moe import operand_shapes
 from ..executor import PallasEPExecutor
 from .ep_layer import EPLayer, mesh_generation
 from .selection import (
@@ -172,6 +173,14 @@ class EPKernelMixin:
                 tensors[f"{label}_input_scale"] = getattr(layer, f"{label}_input_scale")
         return moe_weights(**tensors, block=scheme.block_shape is not None)
 
+    def operands(self, layer: RoutedExperts) -> dict[str, jax.Array]:
+        """The kernel's operands of a layer it has taken, adapters apart."""
+        assert self.ep_layer is not None
+        return {
+            operand: jax_view(getattr(layer, self._parameter(operand)))
+            for operand in operand_shapes(self.ep_layer.without_lora().build(self.ep_layer.ep))
+        }
+
     def apply_monolithic(
         self,
         layer: RoutedExperts,
@@ -182,17 +191,10 @@ class EPKernelMixin:
         taken = self.ep_layer
         if taken is None:
             return super().apply_monolithic(layer, x, router_logits, input_ids)  # type: ignore[misc]
-        tensors: dict[str, jax.Array] = {}
-        for operand in _PARAMETERS:
-            if operand in ("b13", "b2") and not taken.config.has_bias:
-                continue
-            if operand in ("s13", "s2") and taken.scheme == "bf16":
-                continue
-            tensors[operand] = jax_view(getattr(layer, self._parameter(operand)))
-        slots = None
+        tensors, slots = self.operands(layer), None
         if self.lora is not None:
-            adapters, slots = self.lora.operands(x)
-            tensors |= adapters
+            tensors |= self.lora.stacks()
+            slots = self.lora.slots(x)
         bias = layer.e_score_correction_bias
         with jax.named_scope(layer._get_name()):
             out, ids = taken.apply(

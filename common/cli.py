@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `isomoe` command: parity, explain, inspect and collect-env.
+"""The `isomoe` command: parity, explain, inspect, collect-env; bench and tune are in `bench_cli`.
 
 Bad paths and arguments end with one line on stderr and exit code 2; a parity job that found something out of
 tolerance ends with 1.
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from . import conform_cli
+from . import bench_cli, conform_cli
 from .checks import check_choice, check_int
 
 app = typer.Typer(
@@ -241,6 +241,8 @@ def collect_env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON
 
 
 conform_cli.mount(app)
+bench_cli.mount(app)
+bench_cli.mount(app)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ not a measurement.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -40,6 +41,24 @@ _DROPPED = ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "XL
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of one layer.
+
+    Attributes:
+      compile_s: seconds to lower and compile the layer (with a schedule: also to write it out).
+      code_bytes, temp_bytes: of the layer's executable, per device.
+      loops: the kernel's schedule by stage; None without a schedule.
+      around: what XLA runs around the kernel; None without a schedule.
+    """
+
+    compile_s: float
+    code_bytes: int
+    temp_bytes: int
+    loops: KernelLoops | None
+    around: Glue | None
+
+
+@dataclass(frozen=True)
 class AotReport:
     """What compiling one layer showed.
 
@@ -48,12 +67,9 @@ class AotReport:
       ep: devices along the expert axis.
       recipe: the FP8 recipe compiled.
       dispatch, transport: how activations arrive and results leave.
-      compile_s: seconds to lower and compile the layer (with a schedule: also to write it out).
-      code_bytes, temp_bytes: of the layer's executable, per device.
+      compile_s, code_bytes, temp_bytes, loops, around: as `Compiled`'s.
       vmem_bytes: on-chip scratch the kernel allocates.
       blocks: tile sizes.
-      loops: the kernel's schedule by stage; None without a schedule.
-      around: what XLA runs around the kernel; None without a schedule.
       model: the time model at each of the generation's clocks, the reference first; empty without a schedule.
     """
 
@@ -74,6 +90,31 @@ class AotReport:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+TOPOLOGIES = {
+    "v7x": ("tpu7x:2x2x1", "tpu7x:2x2x2", "tpu7x:2x2x4", "tpu7x:2x4x4"),
+    "v6e": ("v6e:2x4", "v6e:4x4", "v6e:4x8", "v6e:8x8"),
+    "v5e": ("v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8"),
+    "v5p": ("v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4"),
+}
+"""Targets by generation, the smallest first."""
+
+
+def topology_for(generation_name: str, ep: int) -> str:
+    """The smallest topology whose devices `ep` divides.
+
+    Raises:
+      ValueError: none.
+    """
+    devices = {}
+    for topology in TOPOLOGIES[generation(generation_name).name]:
+        gen, grid = split_topology(topology)
+        devices[topology] = gen.cores_per_chip * math.prod(grid)
+        if ep > 0 and devices[topology] % ep == 0:
+            return topology
+    sizes = ", ".join(str(n) for n in devices.values())
+    raise ValueError(f"ep: got {ep}, want a divisor of a {generation_name} slice's devices ({sizes})")
 
 
 def split_topology(topology: str) -> tuple[Generation, tuple[int, ...]]:
@@ -131,20 +172,41 @@ def aot_compile(
         transport=transport, dispatch=dispatch, fp8_wire=fp8_wire,
         fp8_input=fp8_input,
     )
-    (gen, grid), loops, around, model = split_topology(topology), None, None, ()
+    made = compile_layer(request, spec, schedule=schedule)
+    return AotReport(
+        topology, request["generation"], spec.ep, spec.recipe, spec.dispatch, spec.transport, made.compile_s,
+        made.code_bytes, made.temp_bytes, scratch_bytes(spec), spec.blocks, made.loops, made.around,
+        model_times(topology, spec, config, num_tokens, made),
+    )
+
+
+def compile_layer(request: dict[str, Any], spec: KernelSpec, *, schedule: bool) -> Compiled:
+    """Compile what `plan_request` planned, in a process of its own.
+
+    Raises:
+      RuntimeError: as `aot_compile`.
+    """
     with tempfile.TemporaryDirectory(prefix="isomoe-aot-") as name:
         folder = Path(name)
         layer = _worker({**request, "what": "layer"}, folder if schedule else None)
+        loops = around = None
         if schedule:
             loops = read_loops(spec, read_schedule(folder, KERNEL_NAME))
             around = glue((folder / HLO_FILE).read_text(), op_bundles(folder), KERNEL_NAME)
-            fabric = Fabric.of(gen, grid, spec.ep)
-            model = tuple(
-                model_time(gen, fabric, spec, config, num_tokens, loops.cost, around, clock) for clock in gen.clocks_ghz
-            )
-    return AotReport(
-        topology, gen.name, spec.ep, spec.recipe, spec.dispatch, spec.transport, layer["compile_s"],
-        layer["code_bytes"], layer["temp_bytes"], scratch_bytes(spec), spec.blocks, loops, around, model,
+    return Compiled(layer["compile_s"], layer["code_bytes"], layer["temp_bytes"], loops, around)
+
+
+def model_times(
+    topology: str, spec: KernelSpec, config: FusedMoEConfig, num_tokens: int, made: Compiled
+) -> tuple[ModelTime, ...]:
+    """The time model at each of the generation's clocks; empty without a schedule."""
+    if made.loops is None or made.around is None:
+        return ()
+    gen, grid = split_topology(topology)
+    fabric = Fabric.of(gen, grid, spec.ep)
+    return tuple(
+        model_time(gen, fabric, spec, config, num_tokens, made.loops.cost, made.around, clock)
+        for clock in gen.clocks_ghz
     )
 
 
@@ -165,9 +227,7 @@ def plan_request(
     """What a worker is asked (without ``what``) and the kernel build that is meant; arguments as `aot_compile`'s."""
     gen, grid = split_topology(topology)
     recipe = recipe or ("bf16" if scheme == "bf16" else gen.default_recipe)
-    devices = gen.cores_per_chip
-    for d in grid:
-        devices *= d
+    devices = gen.cores_per_chip * math.prod(grid)
     ep = config.moe_parallel_config.ep_size
     ep = ep if ep > 1 else devices
     if devices % ep:

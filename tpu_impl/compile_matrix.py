@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..common.presets import MODELS
-from .aot import ENVIRONMENT, plan_request
+from .aot import ENVIRONMENT, TOPOLOGIES, plan_request
 from .spec import scratch_bytes
 
-TOPOLOGIES = {"v7x": "tpu7x:2x2x1", "v6e": "v6e:2x4", "v5e": "v5e:2x4", "v5p": "v5p:2x2x1"}
 TOKENS = (8, 16, 64, 320, 512, 2048, 8192)
 ADAPTERS = ((0, 0), (8, 16), (8, 64))
 
@@ -28,7 +27,7 @@ def _cell(generation: str, model: str, tokens: int, loras: int, rank: int) -> di
     from .aot_worker import answer
 
     request, spec = plan_request(
-        TOPOLOGIES[generation], MODELS[model].config, tokens, scheme="channel", max_loras=loras, max_lora_rank=rank
+        TOPOLOGIES[generation][0], MODELS[model].config, tokens, scheme="channel", max_loras=loras, max_lora_rank=rank
     )
     return {**answer({**request, "what": "kernel"}), "vmem_bytes": scratch_bytes(spec), "blocks": request["blocks"]}
 

@@ -37,7 +37,7 @@ def _bodies(start: int, end: int, landings: tuple[int, ...], count: int) -> list
     inside = [at for at in landings if start < at <= end]
     if len(inside) < count:
         raise RuntimeError(
-            f"schedule: got {len(inside)} conditional bodies between bundles {start} and {end}, want {count} tile heights"
+            f"schedule: got {len(inside)} conditional bodies in bundles {start} to {end}, want {count} tile heights"
         )
     ends = inside[-count:]
     before = inside[-count - 1] if len(inside) > count else start
@@ -55,7 +55,8 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
     before, after = ADAPTER_LOOPS if spec.lora else (0, 0)
     want = 3 + before + after + (spec.tiles > 1)
     if len(children) != want:
-        raise RuntimeError(f"schedule: got {len(children)} loops in a visit, want {want} ({[x.bundles for x in children]})")
+        sizes = ", ".join(str(x.bundles) for x in children)
+        raise RuntimeError(f"schedule: got {len(children)} loops in a visit ({sizes} bundles), want {want}")
     first, second, ship = children[0], children[1], children[-1]
     gather, stage = (first, second) if spec.blocks.xbuf == 2 else (second, first)
     adapters = [*children[2 : 2 + before], *(children[-1 - after : -1] if after else [])]

@@ -20,12 +20,12 @@ Out of the model: stalls inside a schedule, congestion, imbalance between device
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..common.config import FusedMoEConfig
 from .generations import Generation
-from .links import Fabric, Traffic, dispatch_us, overlaps, total_us, transport_us
+from .links import Fabric, Traffic, dispatch_us, total_us, transport_us
 from .spec import LANES, ROW_BLOCK, KernelSpec
 from .xla_ops import Glue
 
@@ -163,7 +163,7 @@ def visit_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, r
     owners = spec.ep * (1 - (1 - 1 / spec.ep) ** rows) * max(1.0, present_pairs(spec, rows) if spec.lora else 1.0)
     runs = min(rows, owners) + chunks - 1 if spec.pushes else 0
     pairs = min(present_pairs(spec, rows), spec.blocks.pairs)
-    own = cost.visit + blocks * (cost.gather + cost.stage) + chunks * cost.ship
+    own: float = cost.visit + blocks * (cost.gather + cost.stage) + chunks * cost.ship
     own += max(0.0, runs - chunks) * cost.run + pairs * cost.pair + (cost.shrink[i] if cost.shrink else 0)
     return own / clock / 1e3 + spec.tiles * tile_us(gen, clock, spec, cost.tile[i], spec.blocks.rungs[i])
 
@@ -173,7 +173,7 @@ def expert_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, 
     if not rows:
         return 0.0
     groups = min(spec.groups, rows) if spec.lora else 1
-    parts = [n for n in panel_rows(spec, rows)]
+    parts = panel_rows(spec, rows)
     if groups > 1:
         parts = [max(1, round(n / groups)) for n in parts for _ in range(groups)]
     return sum(visit_us(gen, clock, spec, cost, n) for n in parts)
@@ -309,12 +309,3 @@ def estimate_kernel_us(gen: Generation, spec: KernelSpec, config: FusedMoEConfig
 
 MXU_SHARE = 0.5
 """Of peak, what compiled prefill schedules reach all in (v7x 0.5, v6e 0.7); used only where there is no schedule."""
-
-
-def share_hidden(kernel: float, combine: float, transport: str) -> float:
-    """Microseconds of a transport that the kernel covers."""
-    return min(kernel, combine) if overlaps(transport) else 0.0
-
-
-def most_likely(spread: Sequence[tuple[int, float]]) -> int:
-    return max(spread, key=lambda s: s[1])[0]

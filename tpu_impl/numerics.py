@@ -105,9 +105,10 @@ def unpack_rows(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def split_bf16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 as the sum of two bf16 terms, to 16 bits: one term would flip a few per cent of later FP8 codes.
+    """float32 as the sum of two bf16 terms, to 18 bits: one term would flip a few per cent of later FP8 codes.
 
-    The high term is cut by its bits, not cast, because XLA may elide a cast to bf16 and back.
+    The high term is rounded on its bits, not cast, because XLA may elide a cast to bf16 and back.
     """
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000), jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x8000)
+    high = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)

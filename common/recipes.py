@@ -13,6 +13,7 @@ from .checks import check_choice
 
 RECIPES = ("w8a8", "w8a16", "bf16", "float64")
 WIRES = ("f32", "bf16", "fp8")
+WIRE_UNITS = ("row", "device")
 Group = str | int | None
 
 
@@ -27,7 +28,13 @@ class Recipe:
       h_group: the same for the hidden activations; a kernel that tiles the intermediate dimension may use one
         scale a row and tile, which it declares as the tile's width.
       wire: the precision in which an expert's result row (or a rank's partial sum) is stored before the final
-        float32 sum. ``"f32"`` stores no rounding.
+        float32 sum. ``"f32"`` stores no rounding; ``"fp8"`` has one scale a row.
+      wire_unit: what `wire` rounds. ``"row"``: an expert's result row. ``"device"``: the router-weighted float32 sum,
+        k ascending, of a token's rows on one device (experts are split evenly, ``ceil(E / EP)`` a device); devices
+        are then added in the order of ranks, and each expert's row has been stored in bf16 before (unless `wire` is
+        f32). A device without an expert of the token adds nothing.
+      x_wire: ``"fp8"`` sends the layer's input between devices as FP8 rows with one scale each, rounded back to bf16
+        where they arrive; a rounding only w8a16 needs to declare (w8a8 multiplies those same codes).
       lora_input: ``"bf16"`` feeds adapters the original rows. ``"fp8"`` feeds them the quantised rows times their
         scale (relative L2 of the delta about 0.026 instead of 0.002): opt-in only.
       lora_products: the precision of ``A x`` before B multiplies it. ``"f32"`` rounds nothing. ``"bf16"`` is what one
@@ -41,12 +48,16 @@ class Recipe:
     wire: str = "f32"
     lora_input: str = "bf16"
     lora_products: str = "f32"
+    wire_unit: str = "row"
+    x_wire: str = "bf16"
 
     def __post_init__(self) -> None:
         check_choice("recipe", self.name, RECIPES)
         check_choice("wire", self.wire, WIRES)
         check_choice("lora_input", self.lora_input, ("bf16", "fp8"))
         check_choice("lora_products", self.lora_products, ("f32", "bf16"))
+        check_choice("wire_unit", self.wire_unit, WIRE_UNITS)
+        check_choice("x_wire", self.x_wire, ("bf16", "fp8"))
         for label in ("x_group", "h_group"):
             group = getattr(self, label)
             ok = group in (None, "token", "static") or (isinstance(group, int) and group > 0)
@@ -56,6 +67,8 @@ class Recipe:
                 raise ValueError(f"{label}: got {group!r} with recipe {self.name!r}; w8a8 needs a group, others none")
         if self.lora_input == "fp8" and self.name != "w8a8":
             raise ValueError(f"lora_input: got 'fp8' with recipe {self.name!r}, want it only with w8a8")
+        if self.x_wire == "fp8" and self.name != "w8a16":
+            raise ValueError(f"x_wire: got 'fp8' with recipe {self.name!r}, want it only with w8a16")
 
     def with_bf16_storage(self) -> Recipe:
         """The same recipe with result rows and rank products stored in bf16: what the fastest kernels do."""

@@ -177,11 +177,13 @@ def _expert_rows(
     if rows:
         _add_delta(o, _lora_input(h, recipe, recipe.h_group, weights.w2_input_scale), rows, down_delta)
     note("delta2", o)
-    return _to_wire(o, recipe.wire)
+    if recipe.wire_unit == "row":
+        return _to_wire(o, recipe.wire)
+    return o if recipe.wire == "f32" else _to_wire(o, "bf16")
 
 
 def _to_wire(o: np.ndarray, wire: str) -> np.ndarray:
-    """The rounding of a result row before the final sum."""
+    """The rounding of a row that travels."""
     if wire == "bf16":
         return o.astype(BF16).astype(np.float32)
     if wire == "fp8":
@@ -208,19 +210,33 @@ def _adapter_rows(call: MoECall, tokens: np.ndarray) -> dict[int, np.ndarray]:
 def reference_moe(call: MoECall, found: dict[str, np.ndarray] | None = None) -> np.ndarray:
     """The declared recipe, float32 ``[T, H]`` before the final rounding to bfloat16; `found` gathers `stages`."""
     x = call.x.astype(np.float32)
+    if call.recipe.x_wire == "fp8":
+        x = bf16_round(dequantize_rows(*quantize_fp8(x, "token"), "token"))
     tokens_n, k_n = call.topk_ids.shape
     results = np.zeros((tokens_n, k_n, call.config.hidden_dim), np.float32)
-    visited = np.zeros((tokens_n, k_n), bool)
+    device = np.full((tokens_n, k_n), -1)
     for expert in range(call.weights.num_experts):
         tokens, ks = _pairs_of(call, expert)
         if len(tokens):
             note = _unnoted if found is None else _gather(found, call.topk_ids.shape, tokens, ks)
             results[tokens, ks] = _expert_rows(call, expert, x[tokens], _adapter_rows(call, tokens), note)
-            visited[tokens, ks] = True
-    y = np.zeros((tokens_n, call.config.hidden_dim), np.float32)
+            device[tokens, ks] = expert // cdiv(call.weights.num_experts, call.ep_size)
     with np.errstate(invalid="ignore", over="ignore"):
-        for k in range(k_n):
-            y += np.where(visited[:, k, None], call.topk_weights[:, k, None] * results[:, k], np.float32(0))
+        if call.recipe.wire_unit == "row":
+            return _weighted_sum(call, results, device >= 0)
+        y = np.zeros((tokens_n, call.config.hidden_dim), np.float32)
+        for rank in range(call.ep_size):
+            here = device == rank
+            partial = _to_wire(_weighted_sum(call, results, here), call.recipe.wire)
+            y += np.where(here.any(axis=1)[:, None], partial, np.float32(0))
+    return y
+
+
+def _weighted_sum(call: MoECall, results: np.ndarray, use: np.ndarray) -> np.ndarray:
+    """float32 ``[T, H]``: the rows of the pairs in `use` times their router weights, k ascending."""
+    y = np.zeros((results.shape[0], results.shape[2]), np.float32)
+    for k in range(results.shape[1]):
+        y += np.where(use[:, k, None], call.topk_weights[:, k, None] * results[:, k], np.float32(0))
     return y
 
 

@@ -23,12 +23,12 @@ from isomoe.common.executors import make_call  # noqa: E402
 from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2  # noqa: E402
 from isomoe.common.numerics import BF16  # noqa: E402
 from isomoe.common.recipes import Recipe, default_recipe  # noqa: E402
-from isomoe.common.reference import reference_moe  # noqa: E402
+from isomoe.common.reference import reference_moe, truth  # noqa: E402
 from isomoe.common.weights import LoRAAdapter, quantize_moe_weights  # noqa: E402
 from isomoe.tests.matrix import Case, Shape, build  # noqa: E402
-from isomoe.tpu_impl import combine, ep_moe, expert_kernel, layout, plan  # noqa: E402
+from isomoe.tpu_impl import combine, ep_moe, expert_kernel, layout, plan, presum  # noqa: E402
 from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor  # noqa: E402
-from isomoe.tpu_impl.spec import Blocks, LoRASpec  # noqa: E402
+from isomoe.tpu_impl.spec import ABLATIONS, STAGES, Blocks, LoRASpec  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,6 +37,10 @@ TO_RECIPE = 5e-3
 STRICT = InterpretSettings(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
 EAGER = replace(STRICT, dma_execution_mode="eager")
 RANK = 16
+WIRES: dict[str, dict[str, str]] = {
+    "push_bf16": {}, "push_fp8": {"wire": "fp8"}, "rs_bf16": {"wire": "bf16", "wire_unit": "device"},
+    "presum_fp8": {"wire": "fp8", "wire_unit": "device"},
+}
 
 
 def _races_found() -> bool:
@@ -100,19 +104,28 @@ class Layer:
 
     def run(self, *, check_races: bool = True, **changes: Any) -> np.ndarray:
         """bf16 ``[T, H]``; arguments may be replaced by name."""
+        result = np.asarray(self.run_on_mesh(**changes))
+        if check_races:
+            assert not _races_found()
+        return result
+
+    def run_on_mesh(self, **changes: Any) -> jax.Array:
         i = self.inputs
         arguments = {
             "x": jnp.asarray(i.x), "topk_weights": jnp.asarray(i.topk_weights), "topk_ids": jnp.asarray(i.topk_ids),
             "tensors": self.tensors, "adapter_slots": self.slots(),
         } | changes
-        out = ep_moe.fused_moe_ep(build=self.build, **arguments)
-        result = np.asarray(out)
-        if check_races:
-            assert not _races_found()
-        return result
+        return jax.block_until_ready(ep_moe.fused_moe_ep(build=self.build, **arguments))
+
+    def plain(self) -> Recipe:
+        """The recipe without the roundings of rows that travel."""
+        return replace(self.recipe(), wire="f32", wire_unit="row", x_wire="bf16")
 
     def recipe(self) -> Recipe:
-        recipe = default_recipe(self.case.recipe, self.case.scheme)
+        """What this build declares, but for the rounding of bf16 rows."""
+        recipe = replace(default_recipe(self.case.recipe, self.case.scheme), **WIRES[self.build.transport])
+        if self.build.dispatch == "ag_fp8" and self.case.recipe == "w8a16":
+            recipe = replace(recipe, x_wire="fp8")
         if recipe.h_group == "token" and self.build.blocks.bf < self.case.config.intermediate_size:
             recipe = replace(recipe, h_group=self.build.blocks.bf)
         return recipe
@@ -124,7 +137,9 @@ class Layer:
             "x": i.x, "topk_weights": i.topk_weights, "topk_ids": i.topk_ids, "weights": i.weights,
             "adapters": i.adapters or None, "adapter_ids": i.adapter_ids,
         } | changes
-        return reference_moe(make_call(config=self.case.config, recipe=recipe or self.recipe(), **arguments))
+        return reference_moe(
+            make_call(config=self.case.config, recipe=recipe or self.recipe(), ep_size=self.case.ep, **arguments)
+        )
 
 
 def check(layer: Layer) -> np.ndarray:
@@ -134,6 +149,16 @@ def check(layer: Layer) -> np.ndarray:
     assert figures.rel_l2 <= TO_RECIPE, figures
     assert figures.worst_row <= 4 * TO_RECIPE, figures
     return got
+
+
+def reference_truth(layer: Layer) -> np.ndarray:
+    i = layer.inputs
+    return truth(
+        make_call(
+            i.x, i.topk_weights, i.topk_ids, i.weights, config=layer.case.config, adapters=i.adapters or None,
+            adapter_ids=i.adapter_ids,
+        )
+    )
 
 
 WIDE = Shape(8, 2, 256, 256)
@@ -204,7 +229,9 @@ def test_repeated_expert_in_one_row() -> None:
 
 def test_reduce_scatter_transport() -> None:
     layer = Layer(Case("channel", "w8a16", "mixed", routing="skipped", ep=4, tokens=13), transport="rs_bf16")
-    assert rel_l2(layer.run(), layer.reference()) <= 1.5 * TO_RECIPE
+    got = layer.run()
+    assert rel_l2(got, layer.reference()) <= TO_RECIPE
+    assert rel_l2(got, layer.reference(layer.plain())) <= 1.5 * TO_RECIPE
 
 
 def test_fp8_result_rows() -> None:
@@ -212,25 +239,113 @@ def test_fp8_result_rows() -> None:
     case = Case("channel", "w8a8", "mixed", routing="skipped", ep=4, tokens=13)
     layer = Layer(case, transport="push_fp8", settings=EAGER)
     got = layer.run()
-    assert rel_l2(got, layer.reference(layer.recipe().with_wire("fp8"))) <= 2 * TO_RECIPE
-    assert rel_l2(got, layer.reference()) > 2 * TO_RECIPE
+    assert rel_l2(got, layer.reference()) <= 2 * TO_RECIPE
+    assert rel_l2(got, layer.reference(layer.plain())) > 2 * TO_RECIPE
     assert bitwise_equal(got, Layer(replace(case, ep=1), transport="push_fp8").run())
+
+
+TALL = Shape(8, 4, 256, 128)  # several experts of a token on one device
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        (Case("channel", "w8a8", "one", routing="ties", tokens=9, shape=TALL), STRICT),
+        (Case("channel", "w8a8", "mixed", routing="skipped", ep=2, tokens=13, shape=TALL), EAGER),
+        (Case("channel", "w8a16", "shared_outer", routing="remote", ep=4, tokens=11, shape=TALL), STRICT),
+        (Case("channel", "w8a8", routing="empty_rank", ep=8, tokens=10, bias=True), EAGER),
+        slow(Case("block", "w8a8", "zero_b", routing="one_expert", ep=4, tokens=8, shape=TALL), EAGER),
+        slow(Case("channel", "w8a8", "mixed", routing="uniform", ep=8, tokens=1, shape=Shape(6, 3, 256, 128)), STRICT),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Case) else value.dma_execution_mode,
+)
+def test_one_fp8_row_a_token_and_device(case: Case, settings: InterpretSettings) -> None:
+    """Presummed: the declared recipe knows which experts share a device; one device rounds its sum as well."""
+    layer = Layer(case, transport="presum_fp8", settings=settings)
+    got = check(layer)
+    assert rel_l2(got, layer.reference(layer.plain())) > 2 * TO_RECIPE
+    assert rel_l2(got, reference_truth(layer)) <= 6e-2
+
+
+@pytest.mark.parametrize("settings", [STRICT, EAGER], ids=["on_wait", "eager"])
+def test_presummed_in_many_blocks(monkeypatch: pytest.MonkeyPatch, settings: InterpretSettings) -> None:
+    """Blocks of eight tokens: halves of the buffers are used again, and a block's rows go to several owners."""
+    monkeypatch.setattr(presum, "BUDGET", 0)
+    check(Layer(Case("channel", "w8a8", ep=2, tokens=38, shape=TALL), transport="presum_fp8", settings=settings))
+
+
+def test_presummed_rows_without_adapter_keep_their_bits() -> None:
+    case = Case("channel", "w8a8", "mixed", ep=4, tokens=12, shape=TALL)
+    mixed = Layer(case, transport="presum_fp8", settings=EAGER)
+    base = Layer(replace(case, lora="none"), transport="presum_fp8", settings=EAGER).run()
+    used = np.asarray(mixed.slots()) >= 0
+    got = mixed.run()
+    assert bitwise_equal(got[~used], base[~used])
+    assert not np.array_equal(got[used], base[used])
+
+
+def test_presummed_by_the_executor() -> None:
+    """The declared wire is what chooses the transport."""
+    inputs = build(Case("channel", "w8a8", "mixed", ep=2, tokens=7))
+    recipe = Recipe("w8a8", "token", "token", "fp8", wire_unit="device")
+    want = inputs.run("reference", recipe=recipe)
+    assert rel_l2(inputs.run("pallas_ep", recipe=recipe), want) <= TO_RECIPE
+
+
+def test_the_detector_sees_sums_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presum._Kernel, "wait_gather", lambda self, b: None)
+    layer = Layer(Case("channel", "w8a16", tokens=10), transport="presum_fp8", settings=EAGER)
+    layer.run(check_races=False)
+    assert _races_found()
+
+
+def test_most_presummed_tokens_fit_scalar_memory() -> None:
+    spec = replace(Layer(Case("channel", "w8a8", ep=4, tokens=8)).build, transport="presum_fp8").spec(8)
+    budget = 1 << 20
+
+    def words(tokens: int) -> int:
+        return presum.TableLayout.of(replace(spec, tokens=tokens)).size + tokens * spec.top_k
+
+    most = presum.max_tokens(spec, budget)
+    assert most % 4 == 0
+    assert 4 * words(most) <= budget - presum.SMEM_RESERVE < 4 * words(most + 4)
 
 
 def test_rows_quantised_at_their_source() -> None:
     """One quantiser: where it runs leaves no trace, so programs with and without adapters agree on base rows."""
     case = Case("channel", "w8a8", ep=2, tokens=13, shape=Shape(8, 2, 512, 128))
     assert bitwise_equal(check(Layer(case, dispatch="ag_fp8")), Layer(case).run())
-    with pytest.raises(ValueError, match="dispatch: got 'ag_fp8' with recipe='w8a16'"):
-        Layer(replace(case, recipe="w8a16"), dispatch="ag_fp8").run()
+    with pytest.raises(ValueError, match="dispatch: got 'ag_fp8' with recipe='bf16'"):
+        Layer(replace(case, scheme="bf16", recipe="bf16"), dispatch="ag_fp8").run()
+
+
+@pytest.mark.parametrize("transport", ["push_fp8", slow("push_bf16"), "presum_fp8"])
+def test_fp8_rows_for_bf16_dots(transport: str) -> None:
+    """Quantised for the way only: a rounding of its own, which the recipe declares."""
+    case = Case("channel", "w8a16", ep=2, tokens=13, shape=Shape(8, 2, 512, 128))
+    layer = Layer(case, dispatch="ag_fp8", transport=transport, settings=EAGER)
+    got = layer.run()
+    assert rel_l2(got, layer.reference()) <= 2 * TO_RECIPE
+    assert rel_l2(got, layer.reference(replace(layer.recipe(), x_wire="bf16"))) > 2 * TO_RECIPE
 
 
 @pytest.mark.parametrize(
-    "axes", [(("data", 2), ("ep", 4)), slow((("ep", 4), ("model", 1))), (("a", 1), ("ep", 4), ("b", 2))]
+    ("axes", "transport"),
+    [
+        ((("data", 2), ("ep", 4)), "push_bf16"), slow((("ep", 4), ("model", 1)), "push_bf16"),
+        ((("a", 1), ("ep", 4), ("b", 2)), "presum_fp8"), slow((("a", 1), ("ep", 4), ("b", 2)), "push_fp8"),
+    ],
 )
-def test_any_mesh_rank(axes: tuple[tuple[str, int], ...]) -> None:
+def test_any_mesh_rank(axes: tuple[tuple[str, int], ...], transport: str) -> None:
+    """Tokens replicated along another axis: each place along it is a group of its own, and all agree."""
     case = Case("channel", "w8a8", "mixed", ep=4, tokens=8)
-    assert bitwise_equal(Layer(case, axes=axes, settings=EAGER).run(), Layer(replace(case, ep=1)).run())
+    many = Layer(case, axes=axes, settings=EAGER, transport=transport)
+    whole = Layer(case, transport=transport).run()
+    out = many.run_on_mesh()
+    assert not _races_found()
+    assert len(out.addressable_shards) == many.build.mesh.size
+    for shard in out.addressable_shards:
+        assert bitwise_equal(np.asarray(shard.data), whole[shard.index])
 
 
 @pytest.mark.parametrize("activation", [slow("silu"), "gelu", slow("gelu_tanh"), "swigluoai"])
@@ -369,12 +484,13 @@ def test_experts_without_a_gate(activation: str) -> None:
 
 def test_each_visited_expert_is_streamed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the weight copies that really start: visited experts x tiles x panels, nothing for idle experts."""
-    started: list[tuple[int, int]] = []
+    started: list[tuple[int, int, int]] = []
     original = expert_kernel._Kernel.start_weights
 
     def counting(self: Any, step: Any) -> None:
         f, v = step % self.spec.tiles, step // self.spec.tiles
-        jax.debug.callback(lambda e, f: started.append((int(e), int(f))), self.expert(v), f)
+        moved = sum(copy.src_ref.size * copy.src_ref.dtype.itemsize for copy in self.weight_copies(step))
+        jax.debug.callback(lambda e, f: started.append((int(e), int(f), moved)), self.expert(v), f)
         original(self, step)
 
     monkeypatch.setattr(expert_kernel._Kernel, "start_weights", counting)
@@ -384,7 +500,10 @@ def test_each_visited_expert_is_streamed_once(monkeypatch: pytest.MonkeyPatch) -
     ids[:3, 0] = 4
     layer.run(topk_ids=jnp.asarray(ids))
     jax.effects_barrier()
-    assert sorted(started) == sorted((e, f) for e in (1, 4, 6) for f in (0, 1))
+    assert sorted((e, f) for e, f, _ in started) == sorted((e, f) for e in (1, 4, 6) for f in (0, 1))
+    # s2 comes once a visit, apart from the tiles.
+    expert_bytes = sum(layer.tensors[name][0].nbytes for name in ("w13", "w2", "s13"))
+    assert sum(moved for *_, moved in started) == 3 * expert_bytes
 
 
 @pytest.mark.parametrize("settings", [STRICT, EAGER], ids=["on_wait", "eager"])
@@ -411,7 +530,10 @@ def test_the_detector_sees_a_planted_race(monkeypatch: pytest.MonkeyPatch, setti
 def test_plan_lists_only_visited_experts_and_covers_every_row() -> None:
     layer = Layer(Case("channel", "w8a8", "mixed", tokens=50))
     spec = layer.build.spec(50)
-    got = plan.build_plan(spec, 8, jnp.asarray(layer.inputs.topk_ids), layer.slots(), jnp.int32(0))
+    i = layer.inputs
+    got = plan.build_plan(
+        spec, 8, jnp.asarray(i.topk_ids), jnp.asarray(i.topk_weights), layer.slots(), jnp.int32(0)
+    )
     table, t = np.asarray(got.table), spec.table
     count = table[0]
     visits = table[t.visits : t.visits + t.visit_width * spec.max_visits].reshape(-1, t.visit_width)[:count]
@@ -443,6 +565,28 @@ def test_bad_arguments_are_named() -> None:
         layer.run(tensors={"w13": layer.tensors["w13"]})
 
 
+def test_builds_that_cannot_be_are_named() -> None:
+    """A mesh without the axis, precisions that do not go together, blocks or a layer beyond a generation's memory."""
+    build = Layer(Case("channel", "w8a8", tokens=8)).build
+    for changes, message in (
+        ({"axis": "model"}, "axis: got 'model', want one of the mesh's, ep"),
+        ({"axis": ()}, "axis: got no axis, want one of the mesh's, ep"),
+        ({"token_axes": ("data",)}, "token_axes: got 'data', want one of the mesh's, ep"),
+        ({"token_axes": ("ep",)}, "token_axes: got .* want each mesh axis once"),
+        ({"scheme": "int4"}, "scheme: got 'int4'"),
+        ({"recipe": "w4a4"}, "recipe: got 'w4a4'"),
+        ({"recipe": "bf16"}, "recipe: got 'bf16' for weights of scheme 'channel', want 'w8a8' or 'w8a16'"),
+        ({"generation": "v4"}, "generation: got 'v4', want one of v5e, v5p, v6e, v7x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(build, **changes)
+    layer = Layer(Case("channel", "w8a8", tokens=8))
+    tall = replace(layer.build.blocks, rows=32768, rungs=(32768,))
+    layer.build = replace(layer.build, interpret=False, blocks=tall)
+    with pytest.raises(ValueError, match=r"MiB of VMEM, v7x has 64; blocks\.choose_blocks finds what fits"):
+        layer.run()
+
+
 def test_executor_names_what_it_cannot_do() -> None:
     inputs = build(Case("channel", "w8a8", tokens=4))
     with pytest.raises(RuntimeError, match=r"ep_size: got 64 .*xla_force_host_platform_device_count=64"):
@@ -465,6 +609,47 @@ def test_executor_declares_the_tile_it_quantises_by() -> None:
     token = replace(call, recipe=Recipe("w8a8", "token", "token"))
     assert PallasEPExecutor.recipe(token).h_group == "token"
     assert rel_l2(got, reference_moe(token)) > TO_RECIPE
+
+
+# -- builds for timing ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ablate", sorted(set(ABLATIONS) - {""}))
+def test_stages_can_be_left_out(ablate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out does not start, the rest neither hangs nor leaves a copy unwaited; parity is refused."""
+    traced: set[str] = set()
+    stages = {"start_gather": "gather", "start_weights": "weights", "each_pair": "adapters", "tile": "dots",
+              "ship": "ship"}  # fmt: skip
+
+    def noting(name: str) -> Any:
+        original = getattr(expert_kernel._Kernel, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            traced.add(stages[name])
+            return original(*args, **options)
+
+        return noted
+
+    for name in stages:
+        monkeypatch.setattr(expert_kernel._Kernel, name, noting(name))
+    settings = InterpretSettings(uninitialized_memory="zero")
+    layer = Layer(Case("channel", "w8a8", "mixed", ep=2, tokens=6), settings=settings)
+    layer.build = replace(layer.build, ablate=ablate)
+    with pytest.raises(ValueError, match=f"ablate: got '{ablate}', a build whose results are wrong on purpose"):
+        layer.run()
+    i = layer.inputs
+    out = ep_moe.interpreted_layer(
+        jnp.asarray(i.x), jnp.asarray(i.topk_weights), jnp.asarray(i.topk_ids), layer.slots(), layer.tensors, None,
+        build=layer.build,
+    )
+    assert out.shape == (6, 256)
+    assert traced == STAGES - ABLATIONS[ablate]
+
+
+def test_unknown_ablation() -> None:
+    build = replace(Layer(Case("channel", "w8a8", tokens=8)).build, ablate="no_math")
+    with pytest.raises(ValueError, match="ablate: got 'no_math', want one of '', 'metadata_only'"):
+        build.spec(8)
 
 
 # -- pieces of the plan and the sum ---------------------------------------------------------------------------
@@ -492,7 +677,7 @@ def test_sums_agree_unrolled_and_looped(monkeypatch: pytest.MonkeyPatch) -> None
 def test_pairs_are_ordered_by_key_then_index(most: int) -> None:
     """Key and index in one number, and where they do not fit, as two."""
     key = np.random.default_rng(3).integers(0, 8, 300).astype(np.int32)
-    order, carried = plan._sort_pairs(jnp.asarray(key), most, jnp.arange(300, dtype=jnp.int32) * 3)
+    order, carried = plan.sort_pairs(jnp.asarray(key), most, jnp.arange(300, dtype=jnp.int32) * 3)
     want = np.argsort(key, kind="stable")
     assert np.array_equal(np.asarray(order), want)
     assert np.array_equal(np.asarray(carried), want * 3)

@@ -34,7 +34,7 @@ def _build(request: dict[str, Any]) -> EPBuild:
     return EPBuild(
         mesh=mesh, axis="ep", scheme=request["scheme"], recipe=request["recipe"],
         generation=request["generation"], transport=request["transport"],
-        dispatch=request["dispatch"], **values,
+        dispatch=request["dispatch"], ablate=request.get("ablate", ""), **values,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,14 +19,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..common.checks import check_choice
 from ..common.config import FusedMoEConfig
+from ..common.recipes import default_recipe
+from ..common.weights import SCHEMES
+from . import presum
 from .blocks import make_spec, max_tokens
 from .combine import combine
 from .expert_kernel import expert_kernel
 from .generations import generation
 from .numerics import join_scales, pack_fp8_rows, pack_rows
 from .plan import build_plan
-from .spec import Blocks, KernelSpec, LoRASpec, round_up
+from .spec import Blocks, KernelSpec, LoRASpec, dma_semaphores, round_up, vmem_bytes
 
 
 def _names(axis: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -38,7 +42,9 @@ class EPBuild:
     """Everything static about a layer's program.
 
     Attributes:
-      mesh: the device mesh, of any rank; axes that are named nowhere here see replicated tokens.
+      mesh: the device mesh, of any rank. Tokens are replicated along axes that are named nowhere here (tensor
+        parallel attention beside expert parallel experts, say): every place along them is a group of its own, which
+        computes the whole layer and whose barrier and rows stay among its own devices.
       axis: the mesh axis (or axes, the first the slowest) experts and tokens are split over.
       config: the layer.
       scheme: `MoEWeights.scheme`.
@@ -54,6 +60,8 @@ class EPBuild:
       collective_id: barrier id of the kernel.
       num_experts: experts on the mesh, where they are not all of ``config.num_experts``.
       token_axes: axes that split the tokens once more; each place along them holds all experts (data parallel).
+      ablate: leave stages of the kernel out (`spec.ABLATIONS`), for timing. Results are then wrong on purpose:
+        `fused_moe_ep` refuses such a build, only `layer` runs it.
     """
 
     mesh: Mesh
@@ -72,6 +80,21 @@ class EPBuild:
     collective_id: int = 0
     num_experts: int | None = None
     token_axes: tuple[str, ...] = ()
+    ablate: str = ""
+
+    def __post_init__(self) -> None:
+        axes, named = tuple(self.mesh.axis_names), (*_names(self.axis), *self.token_axes)
+        if not _names(self.axis):
+            raise ValueError(f"axis: got no axis, want one of the mesh's, {', '.join(map(str, axes))}")
+        for name in named:
+            if name not in axes:
+                label = "axis" if name in _names(self.axis) else "token_axes"
+                raise ValueError(f"{label}: got {name!r}, want one of the mesh's, {', '.join(map(str, axes))}")
+        if len(set(named)) < len(named):
+            raise ValueError(f"token_axes: got {self.token_axes} with axis={self.axis!r}, want each mesh axis once")
+        check_choice("scheme", self.scheme, SCHEMES)
+        default_recipe(self.recipe, self.scheme)
+        generation(self.generation)
 
     @property
     def experts(self) -> int:
@@ -95,11 +118,12 @@ class EPBuild:
 
     def spec(self, tokens: int) -> KernelSpec:
         """The kernel build for `tokens` rows in all (a multiple of the device count)."""
-        return make_spec(
+        spec = make_spec(
             self.config, tokens, self.blocks, ep=self.ep, scheme=self.scheme, recipe=self.recipe, lora=self.lora,
             static_scales=self.static_scales, transport=self.transport, dispatch=self.dispatch,
             axis=self.axis, num_experts=self.experts,
         )
+        return replace(spec, ablate=self.ablate)
 
     def shardings(self) -> dict[str, PartitionSpec]:
         """How each operand is split: experts over `axis`, shared adapter matrices replicated."""
@@ -139,9 +163,16 @@ def fused_moe_ep(
     Raises:
       TypeError, ValueError: an argument of the wrong dtype or shape.
     """
+    if build.ablate:
+        raise ValueError(
+            f"ablate: got {build.ablate!r}, a build whose results are wrong on purpose; only ep_moe.layer runs it, "
+            "to be timed"
+        )
     _check_arguments(x, topk_weights, topk_ids, tensors, build, adapter_slots, act_scale)
     tokens, smem = x.shape[0], generation(build.generation).smem_bytes
-    limit = build.token_groups * max_tokens(build.spec(build.ep), smem)
+    least = build.spec(build.ep)
+    _check_fits(build, least)
+    limit = build.token_groups * _most_tokens(least, smem)
     if limit < 1:
         raise ValueError(f"build: scalar memory of {build.generation} holds no routing table of this layer")
     # Compiler options are the outermost function's to give.
@@ -152,6 +183,26 @@ def fused_moe_ep(
         slots = None if adapter_slots is None else adapter_slots[cut]
         parts.append(call(x[cut], topk_weights[cut], topk_ids[cut], slots, tensors, act_scale, build=build))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _check_fits(build: EPBuild, spec: KernelSpec) -> None:
+    """Raise where the generation's memories do not hold the build; an interpreter has no such limits."""
+    gen = generation(build.generation)
+    for what, need, most in (
+        ("MiB of VMEM", vmem_bytes(spec) / 2**20, gen.vmem_limit_bytes / 2**20),
+        ("DMA semaphores", dma_semaphores(spec), gen.dma_semaphores),
+    ):
+        if need > most and not build.interpret:
+            raise ValueError(
+                f"blocks: got {build.blocks}, which with H={spec.hidden} needs {need:.4g} {what}, {gen.name} has "
+                f"{most:.4g}; blocks.choose_blocks finds what fits"
+            )
+
+
+def _most_tokens(spec: KernelSpec, smem_bytes: int) -> int:
+    """Tokens whose routing tables fit scalar memory."""
+    most = max_tokens(spec, smem_bytes)
+    return min(most, presum.max_tokens(spec, smem_bytes)) if spec.transport == "presum_fp8" else most
 
 
 def _check_arguments(
@@ -263,16 +314,14 @@ interpreted_layer = jax.jit(
 
 def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> jax.Array:
     """One device's share, inside `shard_map`."""
-    plan = build_plan(spec, build.experts, args["ids"], args.get("slots"), args["rank"][0])
+    plan = build_plan(spec, build.experts, args["ids"], args["weights"], args.get("slots"), args["rank"][0])
     scalars = [plan.table] + ([args["act_scale"]] if spec.static_scales else [])
-    results = expert_kernel(
-        spec, scalars, {"x": _gather_rows(spec, args["x"]), **args["tensors"]},
-        vmem_limit_bytes=generation(build.generation).vmem_limit_bytes,
-        interpret=build.interpret,
-        bounds_checks=build.bounds_checks,
-        collective_id=build.collective_id,
-    )
-    return combine(spec, results, plan, args["weights"])
+    launch: dict[str, Any] = {
+        "vmem_limit_bytes": generation(build.generation).vmem_limit_bytes, "interpret": build.interpret,
+        "bounds_checks": build.bounds_checks, "collective_id": build.collective_id,
+    }
+    results = expert_kernel(spec, scalars, {"x": _gather_rows(spec, args["x"]), **args["tensors"]}, **launch)
+    return combine(spec, results, plan, args["weights"], launch)
 
 
 def _gather_rows(spec: KernelSpec, x: jax.Array) -> jax.Array:

@@ -146,7 +146,8 @@ class PallasEPExecutor:
         if _have_tpu():
             return choose_blocks(
                 Platform.detect().arch, call.config, call.num_tokens, ep=call.ep_size, scheme=call.weights.scheme,
-                recipe=call.recipe.name, max_loras=loras, max_lora_rank=rank, transport=_transport(call), bf=fixed,
+                recipe=call.recipe.name, max_loras=loras, max_lora_rank=rank, transport=_transport(call),
+                dispatch=_dispatch(call), bf=fixed,
             )
         return interpreter_blocks(
             inter=call.config.intermediate_size, rows=call.num_tokens * call.config.experts_per_token,
@@ -157,8 +158,8 @@ class PallasEPExecutor:
     def recipe(cls, call: MoECall) -> Recipe:
         """What `run` really uses.
 
-        Result rows are bf16 unless the recipe asks for FP8, and where I takes several f tiles a hidden scale covers
-        a row of one tile.
+        What travels of the results is bf16 unless the recipe asks for FP8, and where I takes several f tiles a hidden
+        scale covers a row of one tile.
         """
         _check_recipe(call)
         actual = call.recipe if call.recipe.wire == "fp8" else call.recipe.with_wire("bf16")
@@ -226,6 +227,7 @@ def _run(call: MoECall, blocks: Blocks, devices: list[Any], settings: InterpretS
         blocks=blocks,
         generation="v7x" if settings else Platform.detect().arch,
         transport=_transport(call),
+        dispatch=_dispatch(call),
         static_scales=static,
         interpret=settings.params() if settings else False,
     )
@@ -260,8 +262,19 @@ def _run(call: MoECall, blocks: Blocks, devices: list[Any], settings: InterpretS
         raise
 
 
+# Result rows are never float32: bf16 is the widest a row travels in.
+_TRANSPORT_OF = {
+    ("f32", "row"): "push_bf16", ("bf16", "row"): "push_bf16", ("fp8", "row"): "push_fp8",
+    ("f32", "device"): "rs_bf16", ("bf16", "device"): "rs_bf16", ("fp8", "device"): "presum_fp8",
+}
+
+
 def _transport(call: MoECall) -> str:
-    return "push_fp8" if call.recipe.wire == "fp8" else "push_bf16"
+    return _TRANSPORT_OF[call.recipe.wire, call.recipe.wire_unit]
+
+
+def _dispatch(call: MoECall) -> str:
+    return "ag_fp8" if call.recipe.x_wire == "fp8" else "ag_bf16"
 
 
 def _local_ids(call: MoECall) -> np.ndarray:

@@ -14,8 +14,8 @@ the float32 pre-activations. The stack is filled one visit ahead, each part as s
 Unused lanes hold zeros (0 x NaN would poison), and rows without adapter get +0.0.
 
 Results leave in chunks of `stage` rows: pushed straight from VMEM to the arrival buffer of the token's owner, one
-remote DMA per contiguous run (`push_fp8`: as e4m3 codes, the rows' scales in a second, small one), or (`rs_bf16`) left
-in sorted order for a reduce-scatter.
+remote DMA per contiguous run (`push_fp8`: as e4m3 codes, the rows' scales in a second, small one), or left in sorted
+order for what follows (`rs_bf16`, `presum_fp8`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .numerics import apply_activation, cast_rows, fp8_scale, quantize_rows, split_bf16, unpack_fp8_rows, unpack_rows
-from .spec import LANES, ROW_BLOCK, Buffer, KernelSpec, operands, results, scratch
+from .shipping import DTYPES, Shipping, allocate
+from .spec import LANES, ROW_BLOCK, TRANSPORTS, KernelSpec, operands, results, scratch
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
 N_CHUNK = 1024
-
-_DTYPES = {
-    "float8_e4m3fn": jnp.float8_e4m3fn,
-    "bfloat16": jnp.bfloat16,
-    "float32": jnp.float32,
-    "uint32": jnp.uint32,
-    "int32": jnp.int32,
-}
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -66,6 +59,8 @@ class _Kernel:
         self.r = refs
         self.table = spec.table
         self.visits = refs["tab"][0]
+        # Send buffers and the results they go to.
+        self.shipping = Shipping(refs, spec.axis, spec.ep, list(zip(("st", "st_scale"), results(spec), strict=False)))
 
     # -- the visit table --------------------------------------------------------------------------------------
 
@@ -139,12 +134,16 @@ class _Kernel:
         lax.fori_loop(0, self.row_blocks(v), block, None)
 
     def unpack_block(self, p: jax.Array, i: jax.Array, rows: Any) -> None:
-        """Rows that were quantised at their source: codes and scale only change places."""
+        """Rows that were quantised at their source: w8a8 multiplies the codes, w8a16 the rows they stand for."""
         r, quarter = self.r, self.spec.hidden // 4
         words = quarter // LANES
+        scale = lax.bitcast_convert_type(r["xg"][p, i, :, words, :], jnp.float32)
         for j, part in enumerate(unpack_fp8_rows(r["xg"][p, i, :, 0:words, :].reshape(ROW_BLOCK, quarter))):
+            if self.spec.recipe != "w8a8":
+                part = (part.astype(jnp.float32) * scale[:, 0:1]).astype(jnp.bfloat16)
             r["xs"][rows, j * quarter : (j + 1) * quarter] = part
-        r["sx"][rows, :] = lax.bitcast_convert_type(r["xg"][p, i, :, words, :], jnp.float32)
+        if self.spec.recipe == "w8a8":
+            r["sx"][rows, :] = scale
 
     def quantize_block(self, rows: Any, halves: tuple[jax.Array, jax.Array]) -> None:
         spec, r = self.spec, self.r
@@ -377,63 +376,19 @@ class _Kernel:
         """Columns of finished rows into the send buffer, a row contiguous."""
         self.r["st"][q, :, n // LANES : (n + w) // LANES, :] = value.reshape(value.shape[0], w // LANES, LANES)
 
-    def sent(self) -> list[tuple[str, str]]:
-        """Send buffers and the results they go to."""
-        return list(zip(("st", "st_scale"), results(self.spec), strict=False))
-
-    def drain(self, q: jax.Array) -> None:
-        """Wait until the send buffer's last use has left."""
-        r = self.r
-        kept = r["lens"][2 * q]
-
-        def wait(sem: str, count: jax.Array) -> None:
-            for buffer, _ in self.sent():
-                rows = r[buffer].at[q, pl.ds(0, count)]
-                pltpu.make_async_copy(rows, rows, r[sem].at[q]).wait()
-
-        pl.when(kept > 0)(functools.partial(wait, "out_sem", kept))
-
-        if "send_sem" in r:
-            sent = r["lens"][2 * q + 1]
-            pl.when(sent > 0)(functools.partial(wait, "send_sem", sent))
-
     def push_runs(self, chunk: jax.Array, first: jax.Array, q: jax.Array) -> None:
         """Send each run of the chunk to its owner; `first` is the chunk's first sorted row."""
-        r, t = self.r, self.table
-        tab, rank = r["tab"], r["tab"][1]
+        t, tab = self.table, self.r["tab"]
 
-        def run(i: jax.Array, sent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def run(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             row, owner, dest = tab[t.run_row + i], tab[t.run_owner + i], tab[t.run_dest + i]
             length = tab[t.run_row + i + 1] - row
-            pairs = [
-                (r[buffer].at[q, pl.ds(row - first, length)], r[result].at[pl.ds(dest, length)])
-                for buffer, result in self.sent()
-            ]
-            here = owner == rank
-
-            @pl.when(here)
-            def _() -> None:
-                for source, target in pairs:
-                    pltpu.make_async_copy(source, target, r["out_sem"].at[q]).start()
-
-            if "send_sem" in r:
-
-                @pl.when(jnp.logical_not(here))
-                def _() -> None:
-                    for source, target in pairs:
-                        pltpu.make_async_remote_copy(
-                            source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
-                            device_id={self.spec.axis: owner}, device_id_type=pl.DeviceIdType.MESH,
-                        ).start()
-
-            kept = jnp.where(here, length, 0)
-            return sent[0] + kept, sent[1] + length - kept
+            kept, sent = self.shipping.send(q, row - first, length, owner, owner == tab[1], dest)
+            return sums[0] + kept, sums[1] + sent
 
         zero = jnp.int32(0)
         low, high = tab[t.chunks + chunk], tab[t.chunks + chunk + 1]
-        kept, sent = lax.fori_loop(low, high, run, (zero, zero))
-        r["lens"][2 * q] = kept
-        r["lens"][2 * q + 1] = sent
+        self.shipping.note(q, *lax.fori_loop(low, high, run, (zero, zero)))
 
     def ship(self, v: jax.Array) -> None:
         r, stage = self.r, self.blocks.stage
@@ -442,7 +397,7 @@ class _Kernel:
         def chunk(c: jax.Array, _: None) -> None:
             q = lax.rem(first_chunk + c, 2)
             first = c * stage
-            self.drain(q)
+            self.shipping.drain(q)
             self.result_chunk(v, first, q)
             if self.spec.pushes:
                 self.push_runs(first_chunk + c, first_row + first, q)
@@ -451,95 +406,83 @@ class _Kernel:
                 pltpu.make_async_copy(
                     r["st"].at[q, pl.ds(0, length)], r["o"].at[pl.ds(first_row + first, length)], r["out_sem"].at[q]
                 ).start()
-                r["lens"][2 * q] = length
+                self.shipping.note(q, length, 0)
 
         lax.fori_loop(0, lax.div(count + (stage - 1), stage), chunk, None)
 
     # -- the whole --------------------------------------------------------------------------------------------
 
-    def barrier(self) -> None:
-        """Every device has entered, so every arrival buffer exists."""
-        sem = pltpu.get_barrier_semaphore()
-
-        def signal(d: jax.Array, _: None) -> None:
-            pl.semaphore_signal(sem, 1, device_id={self.spec.axis: d}, device_id_type=pl.DeviceIdType.MESH)
-
-        lax.fori_loop(0, self.spec.ep, signal, None)
-        pl.semaphore_wait(sem, self.spec.ep)
-
     def prologue(self) -> None:
-        for i in range(4):
-            self.r["lens"][i] = 0
-        steps = self.visits * self.spec.tiles
-        for s in range(self.blocks.nbuf - 1):
-            pl.when(s < steps)(functools.partial(self.start_weights, jnp.int32(s)))
-        if self.spec.lora:
+        spec = self.spec
+        steps = self.visits * spec.tiles
+        if spec.does("weights"):
+            for s in range(self.blocks.nbuf - 1):
+                pl.when(s < steps)(functools.partial(self.start_weights, jnp.int32(s)))
+        if spec.lora:
             self.clear_adapters()
 
         @pl.when(self.visits > 0)
         def _() -> None:
             first = jnp.int32(0)
-            self.start_gather(first)
-            for copy in self.visit_copies(first):
-                copy.start()
-            if self.spec.lora:
+            if spec.does("gather"):
+                self.start_gather(first)
+            if spec.does("weights"):
+                self.visit_weights(first, "start")
+            if spec.lora and spec.does("adapters"):
                 self.each_pair(first, 0, "start")
                 self.each_pair(first, 1, "start")
 
-        if "send_sem" in self.r:
-            self.barrier()
+        self.shipping.enter()
+
+    def visit_weights(self, v: jax.Array, action: str) -> None:
+        for copy in self.visit_copies(v):
+            getattr(copy, action)()
 
     def one_visit(self, v: jax.Array) -> None:
         spec, nbuf = self.spec, self.blocks.nbuf
         has_next = v + 1 < self.visits
+        weights, dots = spec.does("weights"), spec.does("dots")
+        pairs = bool(spec.lora) and spec.does("adapters")
 
         def ahead(action: Any, *args: Any) -> None:
             pl.when(has_next)(functools.partial(action, v + 1, *args))
 
-        def start_visit(u: jax.Array) -> None:
-            for copy in self.visit_copies(u):
-                copy.start()
-
-        self.wait_gather(v)
-        for copy in self.visit_copies(v):
-            copy.wait()
-        ahead(start_visit)
-        if self.blocks.xbuf == 2:
-            ahead(self.start_gather)
-        self.stage_rows(v)
-        if self.blocks.xbuf == 1:
-            ahead(self.start_gather)
-        if spec.lora:
+        if spec.does("gather"):
+            self.wait_gather(v)
+        if weights:
+            self.visit_weights(v, "wait")
+            ahead(self.visit_weights, "start")
+        if spec.does("gather"):
+            if self.blocks.xbuf == 2:
+                ahead(self.start_gather)
+            self.stage_rows(v)
+            if self.blocks.xbuf == 1:
+                ahead(self.start_gather)
+        if pairs:
             self.each_pair(v, 2, "start")
             self.each_pair(v, 0, "wait")
+        if spec.lora and dots:
             self.by_height(v, functools.partial(self.shrink, v=v))
+        if pairs:
             ahead(self.each_pair, 0, "start")
             self.each_pair(v, 1, "wait")
 
         def step(f: jax.Array, _: None) -> None:
             s = v * spec.tiles + f
-            later = s + (nbuf - 1)
-            pl.when(later < self.visits * spec.tiles)(functools.partial(self.start_weights, later))
-            self.wait_weights(s)
-            self.by_height(v, functools.partial(self.tile, f=f, slot=lax.rem(s, nbuf)))
+            if weights:
+                later = s + (nbuf - 1)
+                pl.when(later < self.visits * spec.tiles)(functools.partial(self.start_weights, later))
+                self.wait_weights(s)
+            if dots:
+                self.by_height(v, functools.partial(self.tile, f=f, slot=lax.rem(s, nbuf)))
 
-        lax.fori_loop(0, spec.tiles, step, None)
-        if spec.lora:
+        if weights or dots:
+            lax.fori_loop(0, spec.tiles, step, None)
+        if pairs:
             ahead(self.each_pair, 1, "start")
             self.each_pair(v, 2, "wait")
-        self.ship(v)
-
-    def epilogue(self) -> None:
-        for q in range(2):
-            self.drain(jnp.int32(q))
-        if "recv_sem" in self.r:
-            arriving = self.r["tab"][2]
-
-            @pl.when(arriving > 0)
-            def _() -> None:
-                for result in results(self.spec):
-                    rows = self.r[result].at[pl.ds(0, arriving)]
-                    pltpu.make_async_copy(rows, rows, self.r["recv_sem"].at[0]).wait()
+        if spec.does("ship"):
+            self.ship(v)
 
     def run(self) -> None:
         self.prologue()
@@ -548,7 +491,7 @@ class _Kernel:
             self.one_visit(v)
 
         lax.fori_loop(0, self.visits, body, None)
-        self.epilogue()
+        self.shipping.leave(self.r["tab"][2] if self.spec.does("ship") else jnp.int32(0))
 
 
 def _names(spec: KernelSpec) -> list[str]:
@@ -558,13 +501,6 @@ def _names(spec: KernelSpec) -> list[str]:
 
 def _body(spec: KernelSpec, interpreted: bool, *refs: Any) -> None:
     _Kernel(spec, dict(zip(_names(spec), refs, strict=True)), interpreted).run()
-
-
-def _allocate(buffer: Buffer) -> Any:
-    if buffer.space == "dma":
-        return pltpu.SemaphoreType.DMA(buffer.shape)
-    space = pltpu.VMEM if buffer.space == "vmem" else pltpu.SMEM
-    return space(buffer.shape, _DTYPES[buffer.dtype])
 
 
 def output_rows(spec: KernelSpec) -> int:
@@ -598,8 +534,8 @@ def expert_kernel(
       bfloat16 ``[rows, H/128, 128]`` (`output_rows`), or with `push_fp8` e4m3 codes of that shape and float32
       scales ``[rows, 1, 128]`` (equal along lanes); rows no pair maps to are undefined.
     """
-    wire = jnp.float8_e4m3fn if spec.fp8_wire else jnp.bfloat16
-    out_shape = [jax.ShapeDtypeStruct((output_rows(spec), spec.hidden // LANES, LANES), wire)]
+    row = DTYPES[TRANSPORTS[spec.transport].row]
+    out_shape = [jax.ShapeDtypeStruct((output_rows(spec), spec.hidden // LANES, LANES), row)]
     if spec.fp8_wire:
         out_shape.append(jax.ShapeDtypeStruct((output_rows(spec), 1, LANES), jnp.float32))
     collective: dict[str, Any] = {}
@@ -616,7 +552,7 @@ def expert_kernel(
             grid=(1,),
             in_specs=[anywhere] * len(names),
             out_specs=[anywhere] * len(out_shape),
-            scratch_shapes=[_allocate(buffer) for buffer in scratch(spec)],
+            scratch_shapes=[allocate(buffer) for buffer in scratch(spec)],
         ),
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing plan: which rows each device computes, in which order, and where their results go.
 
-Runs in XLA inside `shard_map`. Every device orders its own (token, k) pairs by (expert, adapter, pair): that is the
-order in which results arrive in its buffer. One gather of packed int32 metadata then tells everyone everything, and
-each device cuts its own experts' rows into visits, chunks and runs (see `spec.TableLayout`).
+Runs in XLA inside `shard_map`. One gather of packed int32 metadata tells everyone everything, and each device cuts
+its own experts' rows into visits (see `spec.TableLayout`).
 
-Because both sides order by the same key, the rows of one (expert, adapter) that one device owns are contiguous at
-the sender and at the receiver, so results travel in runs rather than row by row.
+Where results are pushed, every device first orders its own (token, k) pairs by (expert, adapter, pair): that is the
+order in which results arrive in its buffer. Because both sides order by the same key, the rows of one (expert,
+adapter) that one device owns are contiguous at the sender and at the receiver, so results travel in runs rather than
+row by row. Where they are not, router weights travel in the place of arrival rows.
 
 At decode the plan's own time counts. So: two sorts that carry what they move, and otherwise comparisons summed over
 small tables, which a vector unit does in passing; scalar gathers, scatters and binary searches would cost more than
@@ -31,16 +32,27 @@ class Plan:
     Attributes:
       table: int32 ``[spec.table.size]``, what the kernel reads.
       owned: bool ``[T_local, K]``, whether a pair of this device's tokens is routed to an existing expert.
-      arrival: int32 ``[T_local, K]``, its row in the arrival buffer.
+      arrival: int32 ``[T_local, K]``, its row in the arrival buffer; None where results are not pushed.
       order: int32 ``[T*K]``, pairs of all tokens in this device's compute order, its own experts' first.
       mine: bool ``[T*K]``, whether a pair goes to this device's experts.
+      device: int32 ``[T_local, K]``, the rank whose experts a pair of this device's tokens goes to; ``ep`` for none.
+      rank: int32 scalar, this device's own.
+      weights: float32 ``[T, K]`` of all tokens, and ``[T*K]`` in compute order; None where results are pushed.
     """
 
     table: jax.Array
     owned: jax.Array
-    arrival: jax.Array
+    arrival: jax.Array | None
     order: jax.Array
     mine: jax.Array
+    device: jax.Array
+    rank: jax.Array
+    weights: tuple[jax.Array, jax.Array] | None
+
+
+def exclusive_sum(counts: jax.Array, axis: int = 0) -> jax.Array:
+    """The sum of what comes before each place along `axis`; int32."""
+    return jnp.cumsum(counts, axis=axis, dtype=jnp.int32) - counts
 
 
 def inverse_permutation(order: jax.Array) -> jax.Array:
@@ -48,7 +60,7 @@ def inverse_permutation(order: jax.Array) -> jax.Array:
     return lax.sort((order, lax.iota(jnp.int32, order.shape[0])), num_keys=1, is_stable=False)[1]
 
 
-def _sort_pairs(key: jax.Array, most: int, *carried: jax.Array) -> tuple[jax.Array, ...]:
+def sort_pairs(key: jax.Array, most: int, *carried: jax.Array) -> tuple[jax.Array, ...]:
     """Pairs by (key, index), keys in ``[0, most]``: the order, and what is carried along.
 
     Key and index go into one number where they fit: a sort's code and time grow with each operand.
@@ -80,7 +92,12 @@ def _key(ids: jax.Array, slots: jax.Array, valid: jax.Array, num_slots: int, bey
 
 
 def build_plan(
-    spec: KernelSpec, num_experts: int, topk_ids: jax.Array, slots: jax.Array | None, rank: jax.Array
+    spec: KernelSpec,
+    num_experts: int,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    slots: jax.Array | None,
+    rank: jax.Array,
 ) -> Plan:
     """Plan one device's share; call inside `shard_map` over ``spec.axis`` (or plainly where ``spec.ep == 1``).
 
@@ -88,6 +105,7 @@ def build_plan(
       spec: the build.
       num_experts: experts in all (an id outside ``[0, num_experts)`` is skipped).
       topk_ids: int32 ``[T_local, K]``.
+      topk_weights: float32 ``[T_local, K]``.
       slots: int32 ``[T_local]`` adapter slot or -1; None without adapters.
       rank: int32 scalar, this device's place along the axis (data, so that the program exports).
     """
@@ -96,27 +114,36 @@ def build_plan(
     if slots is None:
         slots = jnp.full((local_tokens,), -1, jnp.int32)
     owned = (topk_ids >= 0) & (topk_ids < num_experts)
-    beyond = spec.experts * spec.ep * (num_slots + 1)
-    key = _key(topk_ids, slots[:, None], owned, num_slots, beyond).reshape(-1)
-    arrival = inverse_permutation(_sort_pairs(key, beyond)[0]).reshape(local_tokens, k)
+    arrival = None
+    if spec.pushes:
+        beyond = spec.experts * spec.ep * (num_slots + 1)
+        key = _key(topk_ids, slots[:, None], owned, num_slots, beyond).reshape(-1)
+        arrival = inverse_permutation(sort_pairs(key, beyond)[0]).reshape(local_tokens, k)
 
-    packed = jnp.concatenate([jnp.where(owned, topk_ids, -1), arrival, slots[:, None]], axis=1)
+    travelling = lax.bitcast_convert_type(topk_weights, jnp.int32) if arrival is None else arrival
+    packed = jnp.concatenate([jnp.where(owned, topk_ids, -1), travelling, slots[:, None]], axis=1)
     if spec.ep > 1:
         packed = lax.all_gather(packed, spec.axis, axis=0, tiled=True)
-    all_ids, all_arrival, all_slots = packed[:, :k], packed[:, k : 2 * k], packed[:, 2 * k :]
+    all_ids, travelled, all_slots = packed[:, :k], packed[:, k : 2 * k], packed[:, 2 * k :]
 
     here = all_ids - rank * spec.experts
     mine = (all_ids >= 0) & (here >= 0) & (here < spec.experts)
     segments = spec.experts * (num_slots + 1)
     all_key = _key(here, all_slots, mine, num_slots, segments).reshape(-1)
-    # Where a row goes, as one number: its owner's rank times the rows an owner receives, plus the arrival row.
-    owner = lax.iota(jnp.int32, spec.capacity) // spec.local_rows
-    order, target = _sort_pairs(all_key, segments, owner * spec.local_rows + all_arrival.reshape(-1))
+    carried = travelled.reshape(-1)
+    if spec.pushes:
+        # Where a row goes, as one number: its owner's rank times the rows an owner receives, plus the arrival row.
+        carried += lax.iota(jnp.int32, spec.capacity) // spec.local_rows * spec.local_rows
+    order, carried = sort_pairs(all_key, segments, carried)
     starts = _count_below(all_key, lax.iota(jnp.int32, segments + 1))
 
-    mine_local = (topk_ids >= rank * spec.experts) & (topk_ids < (rank + 1) * spec.experts) & owned
-    arriving = jnp.sum(owned & ~mine_local, dtype=jnp.int32)
-    return Plan(_table(spec, starts, order, target, rank, arriving), owned, arrival, order, mine.reshape(-1))
+    device = jnp.where(owned, lax.div(topk_ids, spec.experts), spec.ep)
+    arriving = jnp.sum(owned & (device != rank), dtype=jnp.int32)
+    table = _table(spec, starts, order, carried, rank, arriving)
+    weights = None
+    if not spec.pushes:
+        weights = (lax.bitcast_convert_type(travelled, jnp.float32), lax.bitcast_convert_type(carried, jnp.float32))
+    return Plan(table, owned, arrival, order, mine.reshape(-1), device, rank, weights)
 
 
 def _table(

@@ -16,7 +16,6 @@ BF16_SUBLANES = 16
 
 KERNEL_RECIPES = ("w8a8", "w8a16", "bf16")
 DISPATCHES = ("ag_bf16", "ag_fp8")
-TRANSPORTS = ("push_bf16", "push_fp8", "rs_bf16")
 
 _ITEMSIZE = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "uint32": 4, "int32": 4}
 
@@ -24,6 +23,41 @@ _ITEMSIZE = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "uint32": 4, "int3
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What the expert kernel does with its results; `combine` does the rest.
+
+    Attributes:
+      pushed: the kernel sends each row to its token's owner; else rows stay here in sorted order.
+      row: dtype of the kernel's result rows.
+    """
+
+    pushed: bool
+    row: str
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "push_bf16": Transport(True, "bfloat16"),
+    "push_fp8": Transport(True, "float8_e4m3fn"),
+    "rs_bf16": Transport(False, "bfloat16"),
+    "presum_fp8": Transport(False, "bfloat16"),
+}
+
+STAGES = frozenset(("gather", "weights", "adapters", "dots", "ship"))
+"""What a visit does, as far as it can be left out: rows in, weight tiles in, adapter pairs in, the multiplications
+(with activation and quantisers), results out."""
+
+ABLATIONS: dict[str, frozenset[str]] = {
+    "": frozenset(),
+    "metadata_only": STAGES,
+    "gather_only": STAGES - {"gather"},
+    "no_weight_hbm": frozenset(("weights", "adapters")),
+    "no_ship": frozenset(("ship",)),
+    "no_dots": frozenset(("dots",)),
+}
+"""Builds with stages left out, for timing what each one costs. Their results are wrong on purpose."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +157,12 @@ class KernelSpec:
       block_scales: [128, 128] weight scales (one a row of w13 and w2 otherwise).
       static_scales: activations use scales known at load.
       dispatch: how activations arrive: ``"ag_bf16"`` gathers the rows themselves, ``"ag_fp8"`` codes and a scale
-        quantised at the source (w8a8 with per-token scales, without adapters: those need the original rows).
-      transport: how results leave: ``"push_bf16"`` writes each row to its token's owner, ``"push_fp8"`` the same
-        as e4m3 codes and a scale a row, ``"rs_bf16"`` leaves rows here for a reduce-scatter.
+        quantised at the source. w8a8 with per-token scales multiplies those codes as they are; w8a16 rounds them
+        back to bf16, a rounding its recipe declares (``Recipe.x_wire``). Not with adapters: those need the rows.
+      transport: how results leave (`TRANSPORTS`): ``"push_bf16"`` writes each row to its token's owner,
+        ``"push_fp8"`` the same as e4m3 codes and a scale a row; ``"rs_bf16"`` leaves rows here for a reduce-scatter,
+        ``"presum_fp8"`` for the weighted sum of a token's rows, of which one FP8 row travels.
+      ablate: a key of `ABLATIONS`; ``""`` computes the layer.
     """
 
     hidden: int
@@ -145,6 +182,7 @@ class KernelSpec:
     blocks: Blocks
     lora: LoRASpec | None = None
     dispatch: str = "ag_bf16"
+    ablate: str = ""
 
     def __post_init__(self) -> None:
         if self.hidden % 256:
@@ -159,12 +197,15 @@ class KernelSpec:
             raise ValueError(f"dispatch: got {self.dispatch!r}, want one of {', '.join(DISPATCHES)}")
         if self.dispatch == "ag_fp8":
             plain = self.recipe == "w8a8" and not (self.block_scales or self.static_scales)
-            if not plain or self.lora is not None or self.hidden % 512:
+            if not (plain or self.recipe == "w8a16") or self.lora is not None or self.hidden % 512:
                 raise ValueError(
                     f"dispatch: got 'ag_fp8' with recipe={self.recipe!r}, block_scales={self.block_scales}, "
                     f"static_scales={self.static_scales}, lora={self.lora}, hidden={self.hidden}; want w8a8 with "
-                    "per-token scales, no adapters and hidden a multiple of 512"
+                    "per-token scales or w8a16, no adapters and hidden a multiple of 512"
                 )
+        if self.ablate not in ABLATIONS:
+            names = ", ".join(repr(name) for name in ABLATIONS)
+            raise ValueError(f"ablate: got {self.ablate!r}, want one of {names}")
         if self.tokens % self.ep:
             raise ValueError(f"tokens: got {self.tokens}, want a multiple of ep={self.ep} (pad them)")
         if (self.lora is None) != (self.blocks.pairs == 0):
@@ -178,7 +219,11 @@ class KernelSpec:
     @property
     def pushes(self) -> bool:
         """Whether the kernel itself sends results to their owners."""
-        return self.transport.startswith("push")
+        return TRANSPORTS[self.transport].pushed
+
+    def does(self, stage: str) -> bool:
+        """Whether the build includes a stage of `STAGES`."""
+        return stage not in ABLATIONS[self.ablate]
 
     @property
     def row_words(self) -> int:
@@ -187,7 +232,8 @@ class KernelSpec:
 
     @property
     def fp8_wire(self) -> bool:
-        return self.transport == "push_fp8"
+        """Whether the kernel's result rows are FP8 codes, with a scale each."""
+        return TRANSPORTS[self.transport].row == "float8_e4m3fn"
 
     @property
     def halves(self) -> int:
@@ -290,7 +336,7 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
         Buffer("y", "vmem", (rows, h), "float32"),
         Buffer("w13v", "vmem", (b.nbuf, h, spec.halves * bf), wdtype),
         Buffer("w2v", "vmem", (b.nbuf, bf, h), wdtype),
-        Buffer("st", "vmem", (2, b.stage, h // LANES, LANES), "float8_e4m3fn" if spec.fp8_wire else "bfloat16"),
+        Buffer("st", "vmem", (2, b.stage, h // LANES, LANES), TRANSPORTS[spec.transport].row),
         Buffer("lens", "smem", (4,), "int32"),
         Buffer("gather_sem", "dma", (b.xbuf,)),
         Buffer("weight_sem", "dma", (b.nbuf,)),

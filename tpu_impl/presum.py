@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`presum_fp8`: a device sums its own experts' rows of a token and sends that one row, as FP8 codes and a scale.
+
+    p[t, d] = sum over k with expert ids[t, k] on device d, k ascending, of  w[t, k] * row[t, k]      float32
+    y[t]    = sum over d = 0 .. EP-1 of  deq(quantize(p[t, d]))                                       float32
+
+`row` is the expert kernel's bf16 result, left in sorted order in device memory. One scale covers a row p[t, d]. The
+own device's part is quantised like the others' and so is the whole sum where EP = 1 (as `push_fp8` does): a recipe
+then depends on EP only through which experts share a device. A device without an expert of token t sends nothing and
+adds nothing.
+
+Where top-8 of 8 devices would send up to 8 rows a token, this sends one a visited device (5.3 with random routing),
+and its rows to one owner are one contiguous run: tokens are taken in their order, so the owner finds the row of
+(device, token) by counting its own tokens that visit the device, and no index travels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .numerics import cast_rows, fp8_scale
+from .plan import Plan, exclusive_sum, sort_pairs
+from .shipping import Shipping, allocate
+from .spec import LANES, Buffer, KernelSpec
+
+NAME = "isomoe_presum_kernel"
+# Rows of a block are rounded this many at a time: the block would not fit registers.
+ROUNDED = 8
+# On-chip bytes the buffers may take; more only smooths the stream.
+BUDGET = 12 << 20
+# Scalar memory that is not for tables.
+SMEM_RESERVE = 32 * 1024
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Offsets into the kernel's int32 table.
+
+    Header: rank, rows that arrive from other devices, tokens with a row here (n). Then the first of those tokens of
+    each owner and n; the first pair of each token, then the pair count to the end; each pair's row in the expert
+    kernel's result. A table of float32 router weights goes with the pairs.
+    """
+
+    owners: int
+    first: int
+    rows: int
+    size: int
+
+    HEADER = 4
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> TableLayout:
+        first = cls.HEADER + spec.ep + 1
+        rows = first + spec.tokens + 1
+        return cls(cls.HEADER, first, rows, rows + spec.capacity)
+
+
+def max_tokens(spec: KernelSpec, smem_bytes: int) -> int:
+    """Most tokens whose tables fit scalar memory; 0 where none do. A multiple of ``spec.ep``."""
+    words = (smem_bytes - SMEM_RESERVE) // 4 - (TableLayout.HEADER + spec.ep + 2)
+    return max(0, words // (1 + 2 * spec.top_k) // spec.ep * spec.ep)
+
+
+def scratch(spec: KernelSpec) -> list[Buffer]:
+    """On-chip buffers, in the kernel's argument order, for the most tokens a block that `BUDGET` allows."""
+    sublanes = spec.hidden // LANES
+
+    def of(block: int) -> list[Buffer]:
+        return [
+            Buffer("rows", "vmem", (2, block * spec.top_k, sublanes, LANES), "bfloat16"),
+            Buffer("sums", "vmem", (block, sublanes, LANES), "float32"),
+            Buffer("st", "vmem", (2, block, sublanes, LANES), "float8_e4m3fn"),
+            Buffer("st_scale", "vmem", (2, block, 1, LANES), "float32"),
+        ]
+
+    fitting = [b for b in (64, 32, 16) if sum(x.nbytes for x in of(b)) <= BUDGET]
+    buffers = of(fitting[0] if fitting else ROUNDED)
+    buffers.append(Buffer("lens", "smem", (4,), "int32"))
+    buffers += [Buffer("gather_sem", "dma", (2,)), Buffer("out_sem", "dma", (2,))]
+    if spec.ep > 1:
+        buffers += [Buffer("send_sem", "dma", (2,)), Buffer("recv_sem", "dma", (1,))]
+    return buffers
+
+
+def tables(spec: KernelSpec, plan: Plan, arriving: jax.Array) -> list[jax.Array]:
+    """The kernel's int32 and float32 tables; `arriving` as in the header."""
+    assert plan.weights is not None
+    mine = plan.mine.reshape(spec.tokens, spec.top_k)
+    row = lax.iota(jnp.int32, spec.capacity)
+    pair = jnp.where(row < jnp.sum(plan.mine, dtype=jnp.int32), plan.order, spec.capacity)
+    _, rows, weights = lax.sort((pair, row, plan.weights[1]), num_keys=1, is_stable=False)
+    pairs = jnp.sum(mine, axis=1, dtype=jnp.int32)
+    here = pairs > 0
+    owners = jnp.cumsum(jnp.sum(here.reshape(spec.ep, -1), axis=1, dtype=jnp.int32), dtype=jnp.int32)
+    total, count = jnp.sum(pairs), owners[-1]
+    _, first = sort_pairs(jnp.where(here, 0, 1), 1, exclusive_sum(pairs))
+    first = jnp.where(lax.iota(jnp.int32, spec.tokens) < count, first, total)
+    header = jnp.stack([plan.rank, arriving, count, jnp.int32(0)])
+    table = jnp.concatenate([header, jnp.zeros((1,), jnp.int32), owners, first, total[None], rows])
+    assert table.shape == (TableLayout.of(spec).size,) and table.dtype == jnp.int32, (table.shape, table.dtype)
+    return [table, weights]
+
+
+class _Kernel:
+    """The traced body: blocks of tokens, the next block's rows on their way while one is summed."""
+
+    def __init__(self, spec: KernelSpec, refs: dict[str, Any]) -> None:
+        self.spec, self.r, self.t = spec, refs, TableLayout.of(spec)
+        self.rank, self.count = refs["tab"][0], refs["tab"][2]
+        self.block = refs["sums"].shape[0]
+        self.shipping = Shipping(refs, spec.axis, spec.ep, [("st", "o"), ("st_scale", "o_scale")])
+
+    def tokens(self, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First token of block `b`, and one past its last."""
+        low = b * self.block
+        return low, jnp.minimum(low + self.block, self.count)
+
+    def pairs(self, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        low, high = self.tokens(b)
+        return self.r["tab"][self.t.first + low], self.r["tab"][self.t.first + high]
+
+    def start_gather(self, b: jax.Array) -> None:
+        r, q = self.r, lax.rem(b, 2)
+        low, high = self.pairs(b)
+
+        def one(i: jax.Array, _: None) -> None:
+            source = r["x"].at[r["tab"][self.t.rows + i]]
+            pltpu.make_async_copy(source, r["rows"].at[q, i - low], r["gather_sem"].at[q]).start()
+
+        lax.fori_loop(low, high, one, None)
+
+    def wait_gather(self, b: jax.Array) -> None:
+        q = lax.rem(b, 2)
+        low, high = self.pairs(b)
+        got = self.r["rows"].at[q, pl.ds(0, high - low)]
+        pltpu.make_async_copy(got, got, self.r["gather_sem"].at[q]).wait()
+
+    def sum_rows(self, b: jax.Array) -> None:
+        r, q = self.r, lax.rem(b, 2)
+        low, high = self.tokens(b)
+        base, _ = self.pairs(b)
+
+        def token(i: jax.Array, _: None) -> None:
+            def add(j: jax.Array, total: jax.Array) -> jax.Array:
+                return total + r["weights"][j] * r["rows"][q, j - base].astype(jnp.float32)
+
+            start, end = r["tab"][self.t.first + i], r["tab"][self.t.first + i + 1]
+            r["sums"][i - low] = lax.fori_loop(start, end, add, jnp.zeros(r["sums"].shape[1:], jnp.float32))
+
+        lax.fori_loop(low, high, token, None)
+
+    def round_rows(self, b: jax.Array) -> None:
+        """Codes and scales of the block's sums; rows past its tokens are rounded too, and stay here."""
+        r, q = self.r, lax.rem(b, 2)
+
+        def some(i: jax.Array, _: None) -> None:
+            rows = pl.ds(pl.multiple_of(i * ROUNDED, ROUNDED), ROUNDED)
+            value = r["sums"][rows]
+            scale = fp8_scale(jnp.max(jnp.max(jnp.abs(value), axis=1, keepdims=True), axis=2, keepdims=True))
+            r["st"][q, rows] = cast_rows(value, 1.0 / scale)
+            r["st_scale"][q, rows] = jnp.broadcast_to(scale, (ROUNDED, 1, LANES))
+
+        low, high = self.tokens(b)
+        lax.fori_loop(0, lax.div(high - low + (ROUNDED - 1), ROUNDED), some, None)
+
+    def push(self, b: jax.Array) -> None:
+        """The block's rows to their owners: at most one run each."""
+        q = lax.rem(b, 2)
+        low, high = self.tokens(b)
+
+        def owner(d: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            begin = self.r["tab"][self.t.owners + d]
+            start = jnp.maximum(begin, low)
+            length = jnp.maximum(jnp.minimum(self.r["tab"][self.t.owners + d + 1], high) - start, 0)
+            dest = self.rank * (self.spec.tokens // self.spec.ep) + start - begin
+
+            @pl.when(length > 0)
+            def _() -> None:
+                self.shipping.send(q, start - low, length, d, d == self.rank, dest)
+
+            kept = jnp.where(d == self.rank, length, 0)
+            return sums[0] + kept, sums[1] + length - kept
+
+        zero = jnp.int32(0)
+        self.shipping.note(q, *lax.fori_loop(0, self.spec.ep, owner, (zero, zero)))
+
+    def one_block(self, b: jax.Array, blocks: jax.Array) -> None:
+        self.wait_gather(b)
+        pl.when(b + 1 < blocks)(functools.partial(self.start_gather, b + 1))
+        self.shipping.drain(lax.rem(b, 2))
+        self.sum_rows(b)
+        self.round_rows(b)
+        self.push(b)
+
+    def run(self) -> None:
+        blocks = lax.div(self.count + (self.block - 1), self.block)
+        pl.when(blocks > 0)(functools.partial(self.start_gather, jnp.int32(0)))
+        self.shipping.enter()
+        lax.fori_loop(0, blocks, lambda b, _: self.one_block(b, blocks), None)
+        self.shipping.leave(self.r["tab"][1])
+
+
+def _body(spec: KernelSpec, *refs: Any) -> None:
+    names = ["tab", "weights", "x", "o", "o_scale", *(buffer.name for buffer in scratch(spec))]
+    _Kernel(spec, dict(zip(names, refs, strict=True))).run()
+
+
+def presum_kernel(
+    spec: KernelSpec,
+    scalars: list[jax.Array],
+    rows: jax.Array,
+    *,
+    vmem_limit_bytes: int,
+    interpret: Any = False,
+    bounds_checks: bool = False,
+    collective_id: int = 0,
+) -> list[jax.Array]:
+    """Sum, round and exchange on one device (inside `shard_map` where ``spec.ep > 1``).
+
+    Args:
+      spec: the build.
+      scalars: `tables`.
+      rows: the expert kernel's bfloat16 ``[T*K, H/128, 128]``.
+      vmem_limit_bytes, interpret, bounds_checks, collective_id: as `expert_kernel`'s.
+
+    Returns:
+      e4m3 codes ``[T, H/128, 128]`` and float32 scales ``[T, 1, 128]`` (equal along lanes): what device d sent is
+      from row ``d * T / EP`` on; rows nobody sent are undefined.
+    """
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    collective: dict[str, Any] = dict(collective_id=collective_id, has_side_effects=True) if spec.ep > 1 else {}
+    mean = spec.capacity // spec.ep
+    call = pl.pallas_call(
+        functools.partial(_body, spec),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars), grid=(1,), in_specs=[anywhere], out_specs=[anywhere] * 2,
+            scratch_shapes=[allocate(buffer) for buffer in scratch(spec)],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((spec.tokens, spec.hidden // LANES, LANES), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((spec.tokens, 1, LANES), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=not bounds_checks, **collective
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * mean * spec.hidden, bytes_accessed=3 * mean * spec.hidden, transcendentals=0
+        ),
+        interpret=interpret,
+        name=NAME,
+    )
+    return call(*scalars, rows)

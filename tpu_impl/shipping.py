@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on their way to the device that owns them: what the kernels that push have in common.
+
+A send buffer has two halves, used in turn; a half is drained before it is written again. Rows leave in contiguous
+runs, by a local copy where the owner is this device and by a remote one elsewhere. Waits count bytes: of a half's
+local copies, of its remote ones, and of everything that arrives here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .spec import Buffer
+
+DTYPES = {
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "bfloat16": jnp.bfloat16,
+    "float32": jnp.float32,
+    "uint32": jnp.uint32,
+    "int32": jnp.int32,
+}
+
+
+def allocate(buffer: Buffer) -> Any:
+    """The scratch shape of a declared buffer."""
+    if buffer.space == "dma":
+        return pltpu.SemaphoreType.DMA(buffer.shape)
+    space = pltpu.VMEM if buffer.space == "vmem" else pltpu.SMEM
+    return space(buffer.shape, DTYPES[buffer.dtype])
+
+
+class Shipping:
+    """Sends of one kernel.
+
+    Reads the references ``lens`` (SMEM int32 ``[4]``: rows each half has under way, local and remote), ``out_sem``
+    ``(2,)`` and, where there are other devices, ``send_sem`` ``(2,)`` and ``recv_sem`` ``(1,)``.
+
+    Args:
+      refs: the kernel's references by name.
+      axis: mesh axis of the devices, `ep` of them.
+      pairs: names of send buffers ``[2, rows, ...]`` and of the results their rows go to.
+    """
+
+    def __init__(
+        self, refs: dict[str, Any], axis: str | tuple[str, ...], ep: int, pairs: list[tuple[str, str]]
+    ) -> None:
+        self.r, self.axis, self.ep, self.pairs = refs, axis, ep, pairs
+        self.remote = "send_sem" in refs
+
+    def enter(self) -> None:
+        """Nothing is under way; and every device has entered, so every arrival buffer exists."""
+        for i in range(4):
+            self.r["lens"][i] = 0
+        if not self.remote:
+            return
+        sem = pltpu.get_barrier_semaphore()
+
+        def signal(d: jax.Array, _: None) -> None:
+            pl.semaphore_signal(sem, 1, device_id={self.axis: d}, device_id_type=pl.DeviceIdType.MESH)
+
+        lax.fori_loop(0, self.ep, signal, None)
+        pl.semaphore_wait(sem, self.ep)
+
+    def drain(self, q: jax.Array) -> None:
+        """Wait until the last use of half `q` has left."""
+        r = self.r
+
+        def wait(sem: str, count: jax.Array) -> None:
+            for buffer, _ in self.pairs:
+                rows = r[buffer].at[q, pl.ds(0, count)]
+                pltpu.make_async_copy(rows, rows, r[sem].at[q]).wait()
+
+        for i, sem in enumerate(("out_sem", "send_sem") if self.remote else ("out_sem",)):
+            count = r["lens"][2 * q + i]
+            pl.when(count > 0)(functools.partial(wait, sem, count))
+
+    def send(
+        self, q: jax.Array, row: jax.Array, length: jax.Array, owner: jax.Array, here: jax.Array, dest: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Start one run: `length` > 0 rows of half `q` from `row` on, to row `dest` of the owner's results.
+
+        Returns:
+          rows sent locally and remotely; give their sums over a half's runs to `note`.
+        """
+        r = self.r
+        copies = [
+            (r[buffer].at[q, pl.ds(row, length)], r[result].at[pl.ds(dest, length)]) for buffer, result in self.pairs
+        ]
+
+        @pl.when(here)
+        def _() -> None:
+            for source, target in copies:
+                pltpu.make_async_copy(source, target, r["out_sem"].at[q]).start()
+
+        if self.remote:
+
+            @pl.when(jnp.logical_not(here))
+            def _() -> None:
+                for source, target in copies:
+                    pltpu.make_async_remote_copy(
+                        source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
+                        device_id={self.axis: owner}, device_id_type=pl.DeviceIdType.MESH,
+                    ).start()
+
+        kept = jnp.where(here, length, 0)
+        return kept, length - kept
+
+    def note(self, q: jax.Array, kept: jax.Array, sent: jax.Array | int) -> None:
+        """Rows that half `q` has under way now."""
+        self.r["lens"][2 * q] = kept
+        self.r["lens"][2 * q + 1] = sent
+
+    def leave(self, arriving: jax.Array) -> None:
+        """Wait for what is still leaving, and for `arriving` rows from other devices."""
+        for q in range(2):
+            self.drain(jnp.int32(q))
+        if not self.remote:
+            return
+
+        @pl.when(arriving > 0)
+        def _() -> None:
+            for _buffer, result in self.pairs:
+                rows = self.r[result].at[pl.ds(0, arriving)]
+                pltpu.make_async_copy(rows, rows, self.r["recv_sem"].at[0]).wait()

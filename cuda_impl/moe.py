@@ -93,6 +93,10 @@ def _check(
         raise ValueError(f"recipe: got {recipe.name!r} with {'FP8' if weights.is_fp8 else 'bf16'} weights")
     if recipe.wire == "fp8":
         raise ValueError("recipe: got wire 'fp8', want 'f32' or 'bf16' on CUDA")
+    if (recipe.wire_unit, recipe.x_wire) != ("row", "bf16"):
+        raise ValueError(
+            f"recipe: got wire_unit {recipe.wire_unit!r} and x_wire {recipe.x_wire!r}, want 'row' and 'bf16' on CUDA"
+        )
     for label, group in (("x_group", recipe.x_group), ("h_group", recipe.h_group)):
         if isinstance(group, int) and group % 128:
             raise ValueError(f"recipe: got {label} {group}, want a multiple of 128 on CUDA")

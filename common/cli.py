@@ -242,7 +242,6 @@ def collect_env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON
 
 conform_cli.mount(app)
 bench_cli.mount(app)
-bench_cli.mount(app)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ VARIABLES: dict[str, str] = {
     "ISOMOE_DISABLE": "1: the vLLM and tpu-inference plugins register nothing",
     "ISOMOE_VLLM": "1: vLLM's FP8 MoE layers on CUDA run on this package's kernels; 0 (default): on vLLM's",
     "ISOMOE_HOPPER": "0: the portable Triton kernels also on compute capability 9.0, instead of the Gluon ones",
+    "ISOMOE_TUNED_DIR": "a folder with tables of measured kernel choices, looked in before the shipped ones",
     "ISOMOE_TPU_RECIPE": "w8a8 or w8a16 in the tpu-inference plugin; default: w8a8 on v7x, w8a16 before it",
     "ISOMOE_WEIGHT_SCALE_POLICY": "block scales in the tpu-inference plugin: exact (default) or per_channel",
 }

@@ -19,6 +19,7 @@ holds. The rank products arrive in f32 and enter the matrix unit as a bf16 pair 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -200,6 +201,27 @@ class GemmConfig:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of both stages of one layer; `block_m` rows is the alignment's."""
+
+    block_m: int
+    w13: GemmConfig
+    w2: GemmConfig
+
+    def why_not(self) -> str | None:
+        """What these tiles would have to be, or None where the kernels take them."""
+        power = lambda n: n >= 16 and n & (n - 1) == 0  # noqa: E731
+        for config in (self.w13, self.w2):
+            if not (power(self.block_m) and power(config.block_n) and config.block_n <= BLOCK):
+                return f"block_m and block_n as powers of two from 16, block_n up to {BLOCK}"
+            if config.block_k not in (64, BLOCK):
+                return f"block_k 64 or {BLOCK}"
+            if config.num_warps not in (4, 8) or config.num_stages > 8:
+                return "4 or 8 warps and at most 8 stages"
+        return None
+
+
 def choose_block_m(num_pairs: int, local_experts: int, target: Target) -> int:
     """Rows of a tile: near the rows an expert gets, at least the matrix unit's 16."""
     if target.capability is None:
@@ -232,6 +254,40 @@ def choose_config(
     return GemmConfig(block_n, block_k, num_warps, num_stages)
 
 
+def rule_tiles(
+    num_pairs: int, local_experts: int, inter: int, hidden: int, two_level: bool, a_bytes: int, w_bytes: int,
+    target: Target,
+) -> Tiles:  # fmt: skip
+    """What `choose_block_m` and `choose_config` decide for a layer of gated experts."""
+    block_m = choose_block_m(num_pairs, local_experts, target)
+    return Tiles(
+        block_m, choose_config(block_m, 2, inter, two_level, a_bytes, w_bytes, target),
+        choose_config(block_m, 1, hidden, two_level, a_bytes, w_bytes, target),
+    )  # fmt: skip
+
+
+def candidate_tiles(
+    num_pairs: int, local_experts: int, two_level: bool, a_bytes: int, w_bytes: int, target: Target
+) -> tuple[Tiles, ...]:
+    """Tiles worth measuring for gated experts: the rule's own row tile and its neighbours, with varied widths.
+
+    What does not fit the target's shared memory is left out.
+    """
+    rows = choose_block_m(num_pairs, local_experts, target)
+    # A step of 64 leaves room for wide operands; with scales along the depth a step is a block.
+    block_k = BLOCK if two_level or max(a_bytes, w_bytes) == 1 else 64
+    found = []
+    for block_m, (n13, n2), warps, stages in itertools.product(
+        [m for m in (rows // 4, rows // 2, rows, rows * 2) if 16 <= m <= 128], ((64, 64), (64, 128), (128, 128)), (4, 8),
+        (2, 3, 4, 5),
+    ):  # fmt: skip
+        stage = block_k * max(block_m * a_bytes + 2 * n13 * w_bytes, block_m * a_bytes + n2 * w_bytes)
+        # Accumulators of both halves: at most 128 registers a thread.
+        if stage * stages <= target.shared_memory * 0.9 and 2 * block_m * n13 <= 128 * 32 * warps:
+            found.append(Tiles(block_m, *(GemmConfig(n, block_k, warps, stages) for n in (n13, n2))))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class LoRAExpand:
     """Rank products and B matrices of one stage.
@@ -261,6 +317,7 @@ def grouped_gemm(
     activation: str = "none",
     row_div: int = 1,
     lora: LoRAExpand | None = None,
+    config: GemmConfig | None = None,
 ) -> None:
     """``out[pair] = act(w[expert] a[pair // row_div])`` for every kept pair; other rows of `out` stay untouched.
 
@@ -273,6 +330,7 @@ def grouped_gemm(
       bias: [E, halves * columns] f32.
       activation: ``"none"`` or a name of `common.activations`.
       row_div: K where `a` holds one row a token, 1 where it holds one a pair.
+      config: a measured tile; None lets `choose_config` decide.
     """
     target = target_of(a.device)
     columns, depth = out.shape[1], a.shape[1]
@@ -286,7 +344,10 @@ def grouped_gemm(
         dot_kind = "f16"
     block_scale = w_scale is not None and w_scale.dim() == 3
     two_level = a_group > 0 or block_scale
-    config = choose_config(alignment.block_m, halves, columns, two_level, a.element_size(), w.element_size(), target)
+    if config is None:
+        config = choose_config(
+            alignment.block_m, halves, columns, two_level, a.element_size(), w.element_size(), target
+        )
     slots = 0 if lora is None else alignment.slots
     rank = 0 if lora is None else lora.b.shape[-1]
     launch(

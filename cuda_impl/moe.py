@@ -23,6 +23,7 @@ from .lora_shrink import lora_shrink
 from .prepare import AdapterSlots, PreparedWeights
 from .quantize import quantize_rows, scale_rows_f16
 from .route import CallShape, why_not_hopper
+from .tuned import LayerKey, regime_for, tiles_for
 
 _INT_DTYPES = (torch.int32, torch.int64)
 
@@ -267,6 +268,7 @@ def _hopper(
     w13_scale: torch.Tensor | None,
     w2_scale: torch.Tensor | None,
     shape: CallShape,
+    key: LayerKey,
     expert_map: torch.Tensor | None,
     lora: tuple[torch.Tensor, ...] | None,
     out: torch.Tensor,
@@ -275,6 +277,7 @@ def _hopper(
     from .hopper.fused import HopperAdapters, HopperWeights, hopper_fused_moe
     from .hopper.regime import INVARIANT
 
+    regime = INVARIANT if _runtime.batch_invariant() else regime_for(x.device, key, x.shape[0], lora is not None)
     assert w13_scale is not None and w2_scale is not None
     weights = HopperWeights(
         "block" if shape.is_block else "channel", w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn),
@@ -284,7 +287,7 @@ def _hopper(
         x, topk_weights, topk_ids, weights,
         adapters=None if lora is None else HopperAdapters(*lora[1:]), adapter_slots=None if lora is None else lora[0],
         expert_map=expert_map, recipe=shape.recipe.name, out=out,
-        regime=INVARIANT if _runtime.batch_invariant() else None,
+        regime=regime,
     )  # fmt: skip
 
 
@@ -327,19 +330,26 @@ def _fused_moe(
     declared = Recipe(recipe, _decode_group(x_group), _decode_group(h_group), wire, lora_input, lora_products)
     shape = CallShape(
         declared, activation, w13_scale is not None and w13_scale.dim() == 3, halves == 2, w13_bias is not None, hidden,
-        inter, 0 if b13 is None else b13.shape[4], x_scale is not None, f32_out,
+        inter, 0 if b13 is None else b13.shape[4], x_scale is not None,
     )  # fmt: skip
+    scheme = "bf16" if w13_scale is None else "block" if shape.is_block else "channel"
+    key = LayerKey(
+        experts, experts if expert_map is None else expert_map.shape[0], top_k, hidden, inter, scheme, recipe
+    )
     if not _runtime.is_recording() and why_not_hopper(shape, _runtime.target_of(x.device)) is None:
         lora = None
         if adapter_ids is not None and slot_ids is not None:
             assert a13 is not None and b13 is not None and a2 is not None and b2 is not None
             lora = (slots_of_tokens(adapter_ids, slot_ids), a13, b13, a2.squeeze(2), b2.squeeze(2))
-        return _hopper(x, topk_weights, topk_ids, w13, w2, w13_scale, w2_scale, shape, expert_map, lora, out)
+        return _hopper(x, topk_weights, topk_ids, w13, w2, w13_scale, w2_scale, shape, key, expert_map, lora, out)
     pairs = tokens * top_k
+    tiles = None
+    if not (_runtime.is_recording() or _runtime.batch_invariant()):
+        tiles = tiles_for(x.device, key, tokens)
     alignment = align(
         topk_ids,
         local_experts=experts,
-        block_m=choose_block_m(pairs, experts, _runtime.target_of(x.device)),
+        block_m=tiles.block_m if tiles else choose_block_m(pairs, experts, _runtime.target_of(x.device)),
         expert_map=expert_map,
         adapter_ids=adapter_ids,
         slot_ids=slot_ids,
@@ -368,7 +378,7 @@ def _fused_moe(
         a1, w13, h, alignment,
         a_scale=s1, a_group=max(x_group, 0), w_scale=w13_scale,
         bias=w13_bias, halves=halves, activation=activation, row_div=top_k,
-        lora=expand(x, a1, s1, x_group, a13, b13, top_k),
+        lora=expand(x, a1, s1, x_group, a13, b13, top_k), config=tiles.w13 if tiles else None,
     )  # fmt: skip
     q2, s2 = _operand(h, recipe, _decode_group(h_group), w2_input_scale, alignment.pair_bin)
     rows_dtype = torch.bfloat16 if wire == "bf16" else torch.float32
@@ -376,7 +386,7 @@ def _fused_moe(
     grouped_gemm(
         q2, w2, o, alignment,
         a_scale=s2, a_group=max(h_group, 0), w_scale=w2_scale,
-        bias=w2_bias, lora=expand(h, q2, s2, h_group, a2, b2, 1),
+        bias=w2_bias, lora=expand(h, q2, s2, h_group, a2, b2, 1), config=tiles.w2 if tiles else None,
     )  # fmt: skip
     combine(o, topk_weights, alignment.pair_bin, out)
     return out

@@ -29,7 +29,6 @@ class CallShape:
     intermediate_size: int
     lora_rank: int = 0
     quantised_rows: bool = False
-    f32_out: bool = False
 
 
 def pad_rank(rank: int) -> int:
@@ -57,8 +56,6 @@ def why_not_hopper(call: CallShape, target: Target) -> str | None:
         return "rank products in f32"
     if recipe.lora_input != "bf16" or call.quantised_rows:
         return "quantised rows as input"
-    if call.f32_out:
-        return "a float32 result"
     if not call.is_gated or call.has_bias or call.activation not in _ACTIVATIONS:
         return "experts without a gate, with a bias, or with another activation"
     if call.hidden_dim % 16 or call.intermediate_size % 16:

@@ -388,7 +388,7 @@ def test_the_route_to_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         {"recipe": Recipe("bf16")}, {"recipe": default_recipe("w8a8", "block")}, {"recipe": channel.recipe},
         {"recipe": replace(block.recipe, lora_input="fp8")}, {"activation": "gelu"}, {"is_gated": False},
         {"has_bias": True}, {"hidden_dim": 2056}, {"intermediate_size": 100}, {"lora_rank": 192},
-        {"quantised_rows": True}, {"f32_out": True},
+        {"quantised_rows": True},
     ):  # fmt: skip
         assert why_not_hopper(replace(block, **changes), hopper), changes
     assert why_not_hopper(replace(channel, recipe=stored.with_wire("bf16")), hopper) is None

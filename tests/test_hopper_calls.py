@@ -96,7 +96,7 @@ def test_adapters_refused(changes, error, match) -> None:
         ({"topk_ids": torch.zeros(4, K, dtype=torch.int32)}, ValueError, "topk_ids"),
         ({"topk_weights": torch.zeros(5, K, dtype=BF)}, TypeError, "topk_weights"),
         ({"adapter_slots": torch.zeros(5, dtype=torch.int32)}, ValueError, "adapter_slots"),
-        ({"out": torch.zeros(5, H)}, TypeError, "out: got torch.float32"),
+        ({"out": torch.zeros(5, H).half()}, TypeError, "out: got torch.float16"),
         ({"recipe": "w4a16"}, ValueError, "recipe: got 'w4a16'"),
         ({"regime": ONE_TOKEN}, ValueError, "regime: got 'one_token' with 5 tokens"),
         ({"regime": PREFILL, "recipe": "w8a16"}, ValueError, "regime: got 'prefill' with recipe 'w8a16'"),

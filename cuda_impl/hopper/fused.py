@@ -327,7 +327,7 @@ def _check(
     if expert_map is not None:
         want("expert_map", expert_map, (None,), ints)
     if out is not None:
-        want("out", out, tuple(x.shape), (torch.bfloat16,))
+        want("out", out, tuple(x.shape), (torch.bfloat16, torch.float32))
 
 
 def hopper_fused_moe(
@@ -354,10 +354,10 @@ def hopper_fused_moe(
       expert_map: int ``[E_global]``: local index or -1.
       recipe: "w8a8" quantises activations (1x128 for block scales, else per token); "w8a16" keeps them.
       regime: force a chain (tests, batch invariance); None chooses.
-      out: bf16 ``[T, H]`` to write to.
+      out: bf16 or f32 ``[T, H]`` to write to.
 
     Returns:
-      bf16 ``[T, H]``: ``sum_k w[t, k] * expert(x_t)``, summed in float32 in the order of k.
+      ``[T, H]``, bf16 or as `out`: ``sum_k w[t, k] * expert(x_t)``, summed in float32 in the order of k.
 
     Raises:
       ValueError, TypeError: what came does not fit; the message names the argument.

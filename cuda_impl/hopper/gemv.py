@@ -280,7 +280,7 @@ def _w2_kernel(
     y = tl.zeros([ROWS], tl.float32)
     for k in tl.static_range(K):
         y += tl.sum(tl.where((pair == k)[:, None], out, 0.0), axis=0)
-    tl.store(y_ptr + row, y.to(tl.bfloat16), mask=row < H)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < H)
 
 
 @triton.jit
@@ -411,7 +411,7 @@ def _w2_loop_kernel(
                 I, H, BLOCK, MODE, RANK, B_EXPERTS, SLOTS, GROUPS_P,
             )  # fmt: skip
             y += out * tl.load(weight_ptr + k).to(tl.float32)
-    tl.store(y_ptr + row, y.to(tl.bfloat16), mask=row < H)
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < H)
 
 
 def tiles(h: int, i: int, k: int) -> dict[str, int]:

@@ -20,6 +20,9 @@ class Regime:
     chain: str
     rows: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.chain}{self.rows or ''}"
+
     def __post_init__(self) -> None:
         if self.chain not in CHAINS:
             raise ValueError(f"chain: got {self.chain!r}, want one of {CHAINS}")
@@ -32,6 +35,9 @@ DECODE16 = Regime("decode", 16)
 DECODE32 = Regime("decode", 32)
 DECODE64 = Regime("decode", 64)
 PREFILL = Regime("prefill")
+
+# By the names that tables of measurements use.
+REGIMES = {"one_token": ONE_TOKEN, "decode16": DECODE16, "decode32": DECODE32, "decode64": DECODE64, "prefill": PREFILL}
 
 # The chain that gives the same bits at every batch size (rows are computed alone in it, as in the others).
 INVARIANT = PREFILL
@@ -58,3 +64,15 @@ def choose(tokens: int, topk: int, experts: int, *, w8a16: bool, block: bool, lo
     if mean <= ROWS_16:
         return DECODE16
     return DECODE32 if mean <= ROWS_32 else PREFILL
+
+
+def candidates(tokens: int, topk: int, *, w8a16: bool, block: bool, lora: bool) -> tuple[Regime, ...]:
+    """Every regime that can serve a batch; `choose` names one of them, and a measurement may name another."""
+    found = [DECODE16, DECODE32]
+    if tokens == 1 and topk <= 8:
+        found.insert(0, ONE_TOKEN)
+    if not w8a16:
+        found.append(PREFILL)
+    elif not (block or lora):
+        found.append(DECODE64)
+    return tuple(found)

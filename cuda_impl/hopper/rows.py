@@ -195,13 +195,13 @@ def _combine_kernel(
         value = tl.load(rows_ptr + row.to(tl.int64) * H + cols, mask=inside & (row >= 0), other=0.0)
         # A skipped pair contributes nothing, whatever its weight is.
         acc += tl.where(row >= 0, weight, 0.0) * value.to(tl.float32)
-    tl.store(y_ptr + token.to(tl.int64) * H + cols, acc.to(tl.bfloat16), mask=inside)
+    tl.store(y_ptr + token.to(tl.int64) * H + cols, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def combine(
     rows: torch.Tensor, topk_weights: torch.Tensor, pos: torch.Tensor, out: torch.Tensor, *, pdl: bool = False
 ) -> None:
-    """``out[t] = sum_k w[t, k] * rows[pos[t, k]]`` in float32, in the order of k; bf16 ``[T, H]``."""
+    """``out[t] = sum_k w[t, k] * rows[pos[t, k]]`` in float32, in the order of k; ``[T, H]``."""
     tokens, h = out.shape
     block = min(triton.next_power_of_2(h), 2048)
     _combine_kernel[(tokens, triton.cdiv(h, block))](

@@ -32,14 +32,15 @@ def _joined(parts: tuple[torch.Tensor, ...], rank_axis: int) -> torch.Tensor:
     size = torch.Size(shape).numel()
     storage = first.untyped_storage()
     if all(p.untyped_storage().data_ptr() == storage.data_ptr() for p in parts) and storage.nbytes() == 2 * size:
-        return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, 0, shape)  # the context came again
+        # The context came again.
+        return torch.empty(0, dtype=first.dtype, device=first.device).set_(storage, 0, shape)  # type: ignore[call-overload]
     joint = torch.zeros(shape, dtype=first.dtype, device=first.device)
     views = [joint[:, :, index].narrow(rank_axis - 1, 0, rank) for index in range(len(parts))]
     replaced = [part.untyped_storage() for part in parts]
     for part, view in zip(parts, views, strict=True):
         view.copy_(part)
     for part, view in zip(parts, views, strict=True):
-        part.set_(view)
+        part.set_(view)  # type: ignore[call-overload]
     for old in replaced:
         # vLLM keeps per-slot views of the old memory, for their shapes only; they must not keep it allocated.
         old.resize_(0)

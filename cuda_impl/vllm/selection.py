@@ -18,7 +18,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend as VllmFp8MoeBackend
@@ -245,7 +245,7 @@ def _select_cuda(original: Selector, config: Any, weight_key: Any, activation_ke
 
         experts = EXPERTS_OF_BACKEND.get(backend) if isinstance(backend, Fp8MoeBackend) else None
         if experts is not None:
-            logger.info_once("isomoe: FP8 MoE layers run on isomoe's %s experts", backend.name)
+            logger.info_once("isomoe: FP8 MoE layers run on isomoe's %s experts", getattr(backend, "name", backend))
             # To vLLM the weights' layout is that of its Triton experts: as loaded.
             return VllmFp8MoeBackend.TRITON, experts
         reason = f"selected backend {getattr(backend, 'name', backend)} has no experts for vLLM"
@@ -323,5 +323,5 @@ def uninstall() -> None:
                 setattr(module, label, current.args[0])
 
 
-def _is_ours(function: Any) -> bool:
+def _is_ours(function: Any) -> TypeGuard[functools.partial[Any]]:
     return isinstance(function, functools.partial) and function.func in _GUARDS.values()

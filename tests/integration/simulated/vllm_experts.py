@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from simulation import CONFIGS, lora_config, routing
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
 import isomoe
 from isomoe.common.metrics import bitwise_equal, rel_l2
@@ -318,29 +320,78 @@ def test_shared_outer_adapters(make_serving: Any) -> None:
     assert rel_l2(layer(x, picked), want) <= TO_RECIPE.bound
 
 
-def test_expert_parallel_ranks_sum_to_the_layer(make_layer: Any) -> None:
-    """Tensor-parallel EP: replicated tokens, each rank's experts by `expert_map`; ranks' results add up."""
+@pytest.mark.parametrize("adapters", [False, True], ids=["base", "adapters"])
+@pytest.mark.parametrize(
+    ("ranks", "placement"), [(2, "linear"), (3, "linear"), (4, "round_robin")], ids=["even", "uneven", "round-robin"]
+)
+def test_expert_parallel_ranks_sum_to_the_layer(make_layer: Any, ranks: int, placement: str, adapters: bool) -> None:
+    """Replicated tokens, vLLM's own placement, each rank's experts and their adapters; ranks' results add up.
+
+    vLLM cuts adapters to ranks as if the placement were even and linear, which is why selection refuses the others;
+    the experts themselves follow `expert_map` wherever it puts them.
+    """
     layer = make_layer("block")
     x, picked = random_rows(9), routing(TOKENS, TOP_K, EXPERTS)
     experts = layer.routed.quant_method.moe_kernel.fused_experts
+    adapter = random_adapter(1, RANK, 20)
+    slots = [(-1, 1)[t % 2] for t in range(TOKENS)] if adapters else [-1] * TOKENS
     total = np.zeros((TOKENS, HIDDEN), np.float32)
-    for rank in range(2):
-        local = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+    for rank in range(ranks):
+        count, expert_map, _ = determine_expert_map(ranks, rank, EXPERTS, placement)
+        local = np.flatnonzero(expert_map.numpy() >= 0)
+        assert len(local) == count
+        weights = layer.weights
         part = isomoe.MoEWeights(
-            "block", layer.weights.w13[local], layer.weights.w2[local], layer.weights.w13_scale[local],
-            layer.weights.w2_scale[local],
-        )  # fmt: skip
-        expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
-        expert_map[local] = torch.arange(EXPERTS // 2, dtype=torch.int32)
+            "block", weights.w13[local], weights.w2[local], weights.w13_scale[local], weights.w2_scale[local]
+        )
+        mine = experts_module.IsomoeExperts(experts.moe_config, replace_scales(experts.quant_config, part))
+        if adapters:
+            mine.set_lora_context(rank_context(adapter, local, slots))
         out = torch.full((TOKENS, HIDDEN), float("nan"), dtype=torch.bfloat16)
-        quant = replace_scales(experts.quant_config, part)
-        mine = experts_module.IsomoeExperts(experts.moe_config, quant)
         mine.apply(
             out, to_torch(x), to_torch(part.w13), to_torch(part.w2), picked.weights, picked.ids,
             layer.routed.activation, EXPERTS, expert_map, None, None, None, None, None, False,
         )  # fmt: skip
         total += to_numpy(out).astype(np.float32)
-    assert rel_l2(total.astype(BF16), layer.reference(x, picked)) <= TO_RECIPE.bound
+    want = layer.reference(x, picked, adapters=[adapter], adapter_ids=np.array(slots, np.int32))
+    assert rel_l2(total.astype(BF16), want) <= TO_RECIPE.bound
+    assert not adapters or rel_l2(want, layer.reference(x, picked)) > 0.1
+
+
+def rank_context(adapter: isomoe.LoRAAdapter, local: np.ndarray, slots: list[int]) -> Any:
+    """What vLLM's LoRA layer hands to the experts of a rank, the adapter in slot 1."""
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    def stacked(factor: np.ndarray) -> torch.Tensor:
+        whole = np.zeros((SLOTS, len(local), *factor.shape[1:]), BF16)
+        whole[1] = factor[local]
+        return to_torch(whole).clone()  # in memory of torch, as vLLM allocates it
+
+    punica = PunicaWrapperGPU(64, 64, "cpu", lora_config=lora_config(max_loras=SLOTS, max_lora_rank=RANK))
+    punica.token_mapping_meta.prepare_tensors(torch.tensor(slots, dtype=torch.int64))
+    return SimpleNamespace(
+        fully_sharded=False, tp_size=1, punica_wrapper=punica,
+        w13_lora_a_stacked=tuple(stacked(adapter.a13[:, half]) for half in (0, 1)),
+        w13_lora_b_stacked=tuple(stacked(adapter.b13[:, half]) for half in (0, 1)),
+        w2_lora_a_stacked=(stacked(adapter.a2),), w2_lora_b_stacked=(stacked(adapter.b2),),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["block", "compressed_tensors"])
+def test_experts_moved_in_place_are_followed(make_layer: Any, name: str) -> None:
+    """What load balancing (EPLB) does: vLLM rewrites the tensors it finds, and routes to where experts then are."""
+    layer = make_layer(name)
+    x, picked = random_rows(13), routing(TOKENS, TOP_K, EXPERTS)
+    before = layer(x, picked)
+    moved_to = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(1))
+    held = list(layer.routed.get_expert_weights())
+    assert len(held) == 4
+    for tensor in held:
+        assert tensor.shape[0] == EXPERTS
+        tensor[moved_to] = tensor.clone()
+    assert not bitwise_equal(layer(x, picked), before), "the experts must have moved"
+    picked.ids = moved_to[picked.ids.long()].to(torch.int32)
+    assert bitwise_equal(layer(x, picked), before)
 
 
 def replace_scales(quant_config: Any, part: isomoe.MoEWeights) -> Any:
@@ -372,8 +423,6 @@ def test_quantised_rows_are_refused(make_layer: Any) -> None:
     ],
 )
 def test_buffers_that_do_not_fit_are_refused(change: dict, message: str) -> None:
-    from types import SimpleNamespace
-
     from isomoe.cuda_impl.vllm.lora import adopt
 
     dtype = change.get("dtype", torch.bfloat16)

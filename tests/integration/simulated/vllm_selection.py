@@ -6,12 +6,19 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any, get_args
 
 import pytest
 import torch
 from simulation import CONFIGS, fp8_config, lora_config
 from vllm.config.kernel import MoEBackend
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticTensorSym,
+)
 from vllm.platforms.interface import PlatformEnum
 
 from isomoe.cuda_impl import vllm_plugin
@@ -210,31 +217,64 @@ def test_a_failure_to_register_is_one_warning(
     assert ["renamed upstream" in record.message for record in caplog.records] == [True]
 
 
-class _Layer:
-    """The fields of vLLM's `FusedMoEConfig` that the LoRA checks read."""
+@pytest.fixture
+def real_config(build: Any, world: Any) -> Callable[..., Any]:
+    """vLLM's own `FusedMoEConfig` of a layer it built, spread over ranks."""
 
-    def __init__(self, **parallel: Any) -> None:
-        from types import SimpleNamespace
-
-        self.is_lora_enabled = True
-        self.num_experts = parallel.pop("num_experts", 8)
-        self.moe_parallel_config = SimpleNamespace(
-            **{"dp_size": 1, "ep_size": 1, "use_ep": False, "enable_eplb": False, **parallel}
+    def make(num_experts: int = 8, *, lora: bool = True, **parallel: Any) -> Any:
+        config = method_of(build(fp8_config(), experts=num_experts)).moe
+        known = {field.name for field in fields(config.moe_parallel_config)}
+        assert set(parallel) <= known, f"this vLLM has no {set(parallel) - known}"
+        return replace(
+            config, is_lora_enabled=lora, moe_parallel_config=replace(config.moe_parallel_config, **parallel)
         )
+
+    return make
+
+
+EP = {"use_ep": True, "all2all_backend": "allgather_reducescatter"}
 
 
 @pytest.mark.parametrize(
-    "parallel, deployment, reason",
+    ("options", "placement", "reason"),
     [
-        ({}, {}, None),
-        ({"use_ep": True, "ep_size": 4}, {}, None),
-        ({"dp_size": 2, "use_ep": True, "ep_size": 2}, {}, "data_parallel_size=2"),
-        ({"use_ep": True, "ep_size": 3}, {}, "num_experts=8 over ep_size=3"),
-        ({"use_ep": True, "ep_size": 4, "enable_eplb": True}, {}, "enable_eplb"),
-        ({"use_ep": True, "ep_size": 4}, {"round_robin": True}, "round_robin"),
-        ({}, {"round_robin": True}, None),
+        ({**EP, "dp_size": 2, "ep_size": 2}, "linear", "data_parallel_size=2"),
+        ({**EP, "ep_size": 3}, "linear", "num_experts=8 over ep_size=3"),
+        ({**EP, "ep_size": 4, "enable_eplb": True}, "linear", "enable_eplb"),
+        ({**EP, "ep_size": 4}, "round_robin", "expert_placement_strategy='round_robin'"),
     ],
+    ids=["dp", "uneven", "eplb", "round-robin"],
 )
-def test_adapters_that_vllm_would_misplace_are_refused(parallel: dict, deployment: dict, reason: str | None) -> None:
-    found = selection.lora_refusal(_Layer(**parallel), selection.Deployment(**deployment))
-    assert found is None if reason is None else reason in found
+def test_adapters_that_vllm_would_misplace_are_refused(
+    real_config: Any, world: Any, installed: None, monkeypatch: pytest.MonkeyPatch, options: dict, placement: str,
+    reason: str,
+) -> None:
+    """At construction, with the setting's name; the same layer without adapters is served."""
+    monkeypatch.setattr(world.parallel_config, "expert_placement_strategy", placement)
+    keys = kFp8Static128BlockSym, kFp8Dynamic128Sym
+    select = importlib.import_module(selection.METHOD_MODULES["fp8"]).select_fp8_moe_backend
+    with pytest.raises(ValueError, match=rf"isomoe: LoRA on MoE layers with {reason}"):
+        select(real_config(**options), *keys)
+    _, experts = select(real_config(**options, lora=False), *keys)
+    assert experts.__name__ == "IsomoeExperts"
+
+
+@pytest.mark.parametrize("options", [{}, {**EP, "ep_size": 4}], ids=["one-rank", "tensor-parallel-ep"])
+def test_adapters_that_vllm_places_well_are_served(real_config: Any, installed: None, options: dict) -> None:
+    select = importlib.import_module(selection.METHOD_MODULES["fp8"]).select_fp8_moe_backend
+    _, experts = select(real_config(**options), kFp8Static128BlockSym, kFp8Dynamic128Sym)
+    assert experts.__name__ == "IsomoeExperts"
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "reason"),
+    [
+        ((kFp8StaticTensorSym, kFp8DynamicTokenSym), {**EP, "ep_size": 4, "enable_eplb": True, "lora": False},
+         "enable_eplb"),
+        ((kFp8Static128BlockSym, kFp8Dynamic128Sym), {**EP, "ep_size": 4, "sp_size": 4}, "tokens of several ranks"),
+        ((kFp8Static128BlockSym, kFp8Dynamic128Sym), {**EP, "ep_size": 4, "pcp_size": 2}, "tokens of several ranks"),
+    ],
+    ids=["eplb-per-tensor", "sequence-parallel", "context-parallel"],
+)  # fmt: skip
+def test_layers_over_ranks_that_are_not_served(real_config: Any, keys: tuple, options: dict, reason: str) -> None:
+    assert reason in (selection.why_not(real_config(**options), selection.Deployment(), keys[0]) or "")

@@ -174,9 +174,10 @@ def poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     yield request.param
 
 
-@pytest.mark.parametrize("scheme", ["channel", "block"])
+@pytest.mark.parametrize("scheme", ["channel", "block", "modelopt"])
 def test_constructors_give_none_under_any_environment(
-    scheme: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any], poisoned: dict[str, str]
+    scheme: str, vllm_config: Callable[..., Any], modelopt_folder: Path, mesh: Callable[..., Any],
+    poisoned: dict[str, str],
 ) -> None:
     """Whatever variable is set: no exception, NONE, and every field vLLM's own constructor sets."""
     from tpu_inference.layers.vllm.quantization import fp8 as tpu_fp8
@@ -184,10 +185,14 @@ def test_constructors_give_none_under_any_environment(
         compressed_tensors_moe_w8a8_fp8 as tpu_ct,
     )
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8MoEMethod
 
-    method = build(vllm_config(scheme), mesh(8)).method
-    real = {"channel": tpu_ct.VllmCompressedTensorsW8A8Fp8MoEMethod, "block": tpu_fp8.VllmFp8MoEMethod}[scheme]
-    assert isinstance(method, real)
+    method = build(vllm_config(modelopt_folder if scheme == "modelopt" else scheme), mesh(8)).method
+    real = {
+        "channel": tpu_ct.VllmCompressedTensorsW8A8Fp8MoEMethod, "block": tpu_fp8.VllmFp8MoEMethod,
+        "modelopt": ModelOptFp8MoEMethod,
+    }
+    assert isinstance(method, real[scheme])
     assert method.fp8_backend is Fp8MoeBackend.NONE
     assert method.experts_cls is None
     assert method.is_monolithic
@@ -197,13 +202,13 @@ def test_constructors_give_none_under_any_environment(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scheme", ["channel", "block"])
+@pytest.mark.parametrize("scheme", ["channel", "block", "modelopt"])
 def test_constructors_give_none_for_any_explicit_backend(
-    scheme: str, backend: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any]
+    scheme: str, backend: str, vllm_config: Callable[..., Any], modelopt_folder: Path, mesh: Callable[..., Any]
 ) -> None:
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
-    config = vllm_config(scheme)
+    config = vllm_config(modelopt_folder if scheme == "modelopt" else scheme)
     config.kernel_config.moe_backend = backend
     method = build(config, mesh(8)).method
     assert method.moe.moe_backend == backend
@@ -397,13 +402,18 @@ def test_a_refused_layer_stays_on_tpu_inferences_path(
     assert built.layer.w13_weight.shape == (EXPERTS, 2, HIDDEN, INTER)
 
 
-def test_a_mistyped_setting_is_an_error(
-    vllm_config: Callable[..., Any], mesh: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "value", "choices"), [
+    ("ISOMOE_TPU_RECIPE", "w8a9", "w8a16, w8a8"),
+    ("ISOMOE_WEIGHT_SCALE_POLICY", "subchannel256", "exact, per_channel"),
+])
+def test_a_setting_that_is_none_of_the_choices_is_an_error(
+    name: str, value: str, choices: str, vllm_config: Callable[..., Any], mesh: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("ISOMOE_TPU_RECIPE", "w8a9")
-    built = build(vllm_config("channel"), mesh(2))
-    load(built, random_weights("channel"))
-    with pytest.raises(ValueError, match=r"ISOMOE_TPU_RECIPE.*w8a16"):
+    monkeypatch.setenv(name, value)
+    built = build(vllm_config("block"), mesh(2))
+    load(built, random_weights("block"))
+    with pytest.raises(ValueError, match=f"{name}: got '{value}', want one of {choices}"):
         process(built)
 
 

@@ -442,10 +442,10 @@ def test_routing_features(
     monkeypatch.setenv("ISOMOE_TPU_RECIPE", "w8a16")
     x, logits = batch()
     bias = np.random.default_rng(5).normal(size=EXPERTS).astype(np.float32) if options.pop("bias", False) else None
-    built = build(
-        vllm_config("channel"), mesh(2), **options,
-        **({} if bias is None else {"e_score_correction_bias": torch.nn.Parameter(torch.from_numpy(bias))}),
-    )
+    biased: dict[str, Any] = {}
+    if bias is not None:
+        biased["e_score_correction_bias"] = torch.nn.Parameter(torch.from_numpy(bias))
+    built = build(vllm_config("channel"), mesh(2), **options, **biased)
     weights = random_weights("channel")
     load(built, weights)
     process(built)

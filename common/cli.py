@@ -8,15 +8,21 @@ tolerance ends with 1.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import bench_cli, conform_cli
 from .checks import check_choice, check_int
+
+if TYPE_CHECKING:
+    from .config import FusedMoEConfig
+    from .platforms import Platform
+    from .quant_keys import QuantKey
 
 app = typer.Typer(
     name="isomoe", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -152,11 +158,14 @@ def explain(
     ep: Annotated[int, typer.Option(help="Expert-parallel size.")] = 1,
     lora: Annotated[str | None, typer.Option(help="RANKxN: N adapters up to RANK.")] = None,
     moe_backend: Annotated[str, typer.Option(help="auto, or a backend's name.")] = "auto",
+    tokens: Annotated[str, typer.Option(help="TPU: batch sizes, of all devices, to model.")] = "64,512,8192",
+    bench: Annotated[str | None, typer.Option(help="TPU: a bench.json to take compiled times from.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which backend a described deployment gets, and why every other candidate does not. Needs no device.
 
-    The exit code is 1 where the selector would raise.
+    For a TPU also the tile sizes, how rows move between devices, and the layer's modelled time. The exit code is 1
+    where the selector would raise.
     """
     with _one_line_errors():
         from dataclasses import replace
@@ -191,12 +200,43 @@ def explain(
             keys = KEYS_OF_SCHEME[scheme]
         target = Platform.detect() if platform is None else Platform.parse(platform)
         report = explain_selection(config, *keys, platform=target, moe_backend=moe_backend)
+        sizes = parse_ints("--tokens", tokens)
+        for size in sizes:
+            check_int("--tokens", size, minimum=1)
+        modelled = _tpu_plans(config, target, keys[0], sizes, count, rank, bench)
     if as_json:
-        typer.echo(report.as_json())
+        data = report.as_dict() if modelled is None else report.as_dict() | {"tpu": modelled[0]}
+        typer.echo(json.dumps(data, indent=2))
     else:
         typer.echo(f"layer:       {_layer_text(config)}\n{report}")
+        if modelled is not None:
+            typer.echo(f"\n{modelled[1]}")
     if not report.ok:
         raise typer.Exit(OUT_OF_TOLERANCE)
+
+
+def _tpu_plans(
+    config: FusedMoEConfig, target: Platform, weight_key: QuantKey, tokens: list[int], loras: int, rank: int,
+    bench: str | None,
+) -> tuple[list[dict[str, Any]], str] | None:
+    """What the TPU implementation would build, as data and text; None on other platforms and unknown generations."""
+    from .platforms import PlatformKind
+    from .quant_keys import scheme_of
+
+    scheme = scheme_of(weight_key)
+    if target.kind is not PlatformKind.TPU or scheme is None:
+        if bench is not None:
+            raise ValueError(f"--bench: got it on {target}, want it with --platform tpu-...")
+        return None
+    # Named, not imported: common knows no implementation.
+    explained = importlib.import_module("isomoe.tpu_impl.explain")
+    if target.arch not in explained.GENERATIONS:
+        return None
+    ledger = None if bench is None else Path(bench)
+    found = explained.plans(
+        config, target.arch, scheme=scheme, tokens=tokens, max_loras=loras, max_lora_rank=rank, ledger=ledger
+    )
+    return found, explained.text(found, target.arch)
 
 
 def _layer_text(config: object) -> str:

@@ -80,10 +80,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """No compiler: every cell gets a schedule of its own tile heights; the cells asked for are noted."""
     asked: list[str] = []
 
-    def compile_layer(request: dict[str, Any], spec: Any, *, schedule: bool) -> Any:
+    def compile_layer(request: dict[str, Any], spec: Any, *, schedule: bool, what: str) -> Any:
         assert schedule
+        # Only the plain layer is compiled whole.
+        assert what == ("kernel" if spec.lora else "layer")
         asked.append(f"{request['tokens']} {request['lora']}")
-        return bench._compiled(_made(len(spec.blocks.rungs), tile=1100 if spec.lora else 1000, shrink=bool(spec.lora)))
+        made = _made(len(spec.blocks.rungs), tile=1100 if spec.lora else 1000, shrink=bool(spec.lora))
+        return bench._compiled(made)
 
     monkeypatch.setattr(bench, "compile_layer", compile_layer)
     monkeypatch.setattr(bench, "_versions", lambda: "jax 0, libtpu 0")
@@ -214,3 +217,32 @@ def test_wires_of_a_plan() -> None:
     )
     assert (request["dispatch"], request["transport"]) == (spec.dispatch, spec.transport)
     assert spec.dispatch == "ag_fp8" and spec.transport.endswith("bf16")
+
+
+def test_explain_says_where_its_time_is_from(compiled: list[str], tmp_path: Path) -> None:
+    settings = bench.Settings(("qwen3-coder-480b",), (512,), ("v7x",), (8,), "channel", 0, 0, "bf16", tmp_path)
+    rows = bench.run(settings, lambda text: None)
+    (tmp_path / "bench.json").write_text(json.dumps(bench.document(settings, rows)))
+    command = [
+        "explain", "--model", "qwen3-coder-480b", "--scheme", "channel", "--platform", "tpu-v7x", "--ep", "8",
+        "--tokens", "64,512", "--bench", str(tmp_path / "bench.json"), "--json",
+    ]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    few, many = json.loads(result.stdout)["tpu"]
+    assert few["from"] == "estimate" and many["from"] == "compiled schedule"
+    assert many["us"] == pytest.approx(rows[0]["model"][0]["total"])
+    assert few["dispatch"] == "ag_fp8" and few["transport"].endswith("bf16")
+    assert few["us"] > few["roofline_us"] and few["blocks"]["bf"] == 512
+    text = CliRunner().invoke(app, command[:-1]).stdout
+    assert "T=512" in text and "compiled schedule" in text and "not measured" in text
+
+
+def test_explain_refuses_a_ledger_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text("{}")
+    for platform, words in (("tpu-v7x", "want a bench.json"), ("cuda-9.0", "want it with --platform tpu-")):
+        result = CliRunner().invoke(
+            app, ["explain", "--platform", platform, "--bench", str(tmp_path / "bench.json")]
+        )
+        assert result.exit_code == 2
+        assert "--bench: got" in result.stderr and words in result.stderr

@@ -180,20 +180,27 @@ def aot_compile(
     )
 
 
-def compile_layer(request: dict[str, Any], spec: KernelSpec, *, schedule: bool) -> Compiled:
+def compile_layer(request: dict[str, Any], spec: KernelSpec, *, schedule: bool, what: str = "layer") -> Compiled:
     """Compile what `plan_request` planned, in a process of its own.
+
+    Args:
+      request, spec: the plan.
+      schedule: whether to read the schedule.
+      what: ``"layer"``, or ``"kernel"`` for the expert kernel alone: seconds where a layer of many tokens, whose sorts
+        libtpu unrolls, takes minutes; nothing runs around it.
 
     Raises:
       RuntimeError: as `aot_compile`.
     """
     with tempfile.TemporaryDirectory(prefix="isomoe-aot-") as name:
         folder = Path(name)
-        layer = _worker({**request, "what": "layer"}, folder if schedule else None)
+        done = _worker({**request, "what": what}, folder if schedule else None)
         loops = around = None
         if schedule:
             loops = read_loops(spec, read_schedule(folder, KERNEL_NAME))
-            around = glue((folder / HLO_FILE).read_text(), op_bundles(folder), KERNEL_NAME)
-    return Compiled(layer["compile_s"], layer["code_bytes"], layer["temp_bytes"], loops, around)
+            if what == "layer":
+                around = glue((folder / HLO_FILE).read_text(), op_bundles(folder), KERNEL_NAME)
+    return Compiled(done["compile_s"], done["code_bytes"], done["temp_bytes"], loops, around)
 
 
 def model_times(
@@ -223,13 +230,18 @@ def plan_request(
     dispatch: str = "ag_bf16",
     fp8_wire: bool = False,
     fp8_input: bool = False,
+    ep: int | None = None,
 ) -> tuple[dict[str, Any], KernelSpec]:
-    """What a worker is asked (without ``what``) and the kernel build that is meant; arguments as `aot_compile`'s."""
+    """What a worker is asked (without ``what``) and the kernel build that is meant; arguments as `aot_compile`'s.
+
+    `ep`: devices along the expert axis, where not `config`'s.
+    """
     gen, grid = split_topology(topology)
     recipe = recipe or ("bf16" if scheme == "bf16" else gen.default_recipe)
     devices = gen.cores_per_chip * math.prod(grid)
-    ep = config.moe_parallel_config.ep_size
-    ep = ep if ep > 1 else devices
+    if ep is None:
+        ep = config.moe_parallel_config.ep_size
+        ep = ep if ep > 1 else devices
     if devices % ep:
         raise ValueError(f"ep_size: got {ep}, want a divisor of the {devices} devices of {topology}")
     if AUTO in (dispatch, transport):

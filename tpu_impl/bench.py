@@ -3,7 +3,8 @@
 
 A cell is one layer, batch, generation, device count and adapter load. Each is compiled once in a process of its own
 and kept under the output folder, keyed by the sources that shape the program, so an interrupted run goes on where it
-stopped and a change of the model compiles nothing.
+stopped and a change of the model compiles nothing. Cells with adapters or block scales compile the expert kernel
+alone; what XLA runs around it is taken from the same cell without.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from .links import Fabric, dispatch_us, transport_us
 from .peer import PeerCell, compile_peer, peer_floor
 from .spec import KernelSpec, scratch_bytes
 from .time_model import (
+    LAUNCH_MOST_US,
+    LAUNCH_US,
     VisitCost,
     matrix_elements,
     pair_bytes,
@@ -60,6 +63,11 @@ class Cell:
     scheme: str = "channel"
     loras: int = 0
     rank: int = 0
+
+    @property
+    def plain(self) -> Cell:
+        """The same without adapters or block scales."""
+        return replace(self, scheme="channel", loras=0, rank=0)
 
     def __str__(self) -> str:
         load = f" {self.loras}xr{self.rank}" if self.loras else ""
@@ -125,13 +133,13 @@ def run(settings: Settings, say: Callable[[str], None]) -> list[dict[str, Any]]:
     A cell that cannot be compiled is a row with an ``error``.
     """
     store = Store(settings.out)
-    cells, rows = settings.cells(), []
+    cells: list[Cell] = settings.cells()
+    by_cell: dict[Cell, dict[str, Any]] = {}
     for i, cell in enumerate(cells):
         say(f"[{i + 1}/{len(cells)}] {cell}")
-        rows.append(_row(cell, settings, store, say))
-    by_cell = {Cell(**row["cell"]): row for row in rows}
-    for row in rows:
-        cell = Cell(**row["cell"])
+        by_cell[cell] = _row(cell, settings, store, say, by_cell.get(cell.plain))
+    rows = list(by_cell.values())
+    for cell, row in by_cell.items():
         if cell.loras:
             row["lora"] = lora_ledger(row, by_cell[replace(cell, loras=0, rank=0)])
         if cell.scheme == "block":
@@ -185,7 +193,9 @@ def _layer(cell: Cell) -> FusedMoEConfig:
     return replace(base, moe_parallel_config=parallel)
 
 
-def _row(cell: Cell, settings: Settings, store: Store, say: Callable[[str], None]) -> dict[str, Any]:
+def _row(
+    cell: Cell, settings: Settings, store: Store, say: Callable[[str], None], plain: dict[str, Any] | None
+) -> dict[str, Any]:
     config, topology = _layer(cell), topology_for(cell.generation, cell.ep)
     gen, grid = split_topology(topology)
     fabric = Fabric.of(gen, grid, cell.ep)
@@ -198,13 +208,17 @@ def _row(cell: Cell, settings: Settings, store: Store, say: Callable[[str], None
     try:
         request, spec = plan_request(
             topology, config, cell.tokens, scheme=cell.scheme, max_loras=cell.loras, max_lora_rank=cell.rank,
-            transport=AUTO, dispatch=AUTO, fp8_wire=fp8, fp8_input=fp8,
+            transport=AUTO, dispatch=AUTO, fp8_wire=fp8, fp8_input=fp8, ep=cell.ep,
         )
+        what = "layer" if plain is None or "error" in plain else "kernel"
         made, known = store.get(
-            json.dumps(request, sort_keys=True), lambda: asdict(compile_layer(request, spec, schedule=True))
+            json.dumps({**request, "what": what}, sort_keys=True),
+            lambda: asdict(compile_layer(request, spec, schedule=True, what=what)),
         )
-        say("  already compiled" if known else f"  compiled in {made['compile_s']:.0f} s")
-        row |= ledger(cell, config, topology, spec, _compiled(made))
+        say(f"  {what} already compiled" if known else f"  {what} compiled in {made['compile_s']:.0f} s")
+        if plain is not None and what == "kernel":
+            made = {**made, "around": plain["around"]}
+        row |= {"compiled": what, **ledger(cell, config, topology, spec, _compiled(made))}
     except (ValueError, RuntimeError) as error:
         row["error"] = " ".join(str(error).split())[:500]
         say(f"  refused: {row['error'][:160]}")
@@ -215,7 +229,7 @@ def _row(cell: Cell, settings: Settings, store: Store, say: Callable[[str], None
 
 def _compiled(made: dict[str, Any]) -> Compiled:
     loops, around = made["loops"], made["around"]
-    cost = {k: tuple(v) if isinstance(v, list) else v for k, v in loops["cost"].items()}
+    cost: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in loops["cost"].items()}
     return Compiled(
         made["compile_s"], made["code_bytes"], made["temp_bytes"],
         KernelLoops(VisitCost(**cost), tuple(loops["spills"]), loops["mxu_share"]),
@@ -248,6 +262,9 @@ def ledger(cell: Cell, config: FusedMoEConfig, topology: str, spec: KernelSpec, 
         "temp_bytes": made.temp_bytes, "vmem_bytes": scratch_bytes(spec), "loops": asdict(made.loops.cost),
         "around": asdict(made.around), "model": [asdict(m) for m in models],
         "ratio": {str(m.clock_ghz): m.total / floor.total for m in models},
+        "launch_range_us": [
+            reference.total + made.around.launches * (us - LAUNCH_US) for us in (0.0, LAUNCH_MOST_US)
+        ],
         "pairs": _active_pairs(spec, config, cell.tokens),
         "pair_bytes": pair_bytes(spec), "matrix_elements": matrix_elements(spec),
     }

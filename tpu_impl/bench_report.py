@@ -24,12 +24,12 @@ def _name(row: Row) -> str:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Title, columns and lines of each table; cells that were refused come last, with the reason."""
     good = [row for row in rows if "error" not in row]
-    out = [_times(good), _builds(good)]
+    out: list[Table] = [_times(good), _builds(good)]
     for make in (_adapters, _peers):
         made = make(good)
         if made[2]:
             out.append(made)
-    refused = [(_name(r), str(r["cell"]["tokens"]), r["error"]) for r in rows if "error" in r]
+    refused: list[tuple[str, ...]] = [(_name(r), str(r["cell"]["tokens"]), r["error"]) for r in rows if "error" in r]
     if refused:
         out.append(("Refused", ("layer", "T", "reason"), refused))
     return out
@@ -42,15 +42,16 @@ def _clocked(row: Row) -> str:
 
 def _times(rows: Sequence[Row]) -> Table:
     columns = ("layer", "T", "build", "dispatch", "HBM", "compute", "kernel", "results", "fixed", "total",
-               "roofline", "ratio", "published")
-    lines = []
+               "launches 0 / most", "roofline", "ratio", "published")
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         m, told = row["model"][0], row["published"]
         fixed = m["plan"] + m["launches"] + m["latency"]
         lines.append((
             _name(row), str(row["cell"]["tokens"]), f"{row['dispatch']} {row['transport']}",
             *(f"{m[k]:.0f}" for k in ("dispatch", "hbm", "compute", "kernel", "transport")), f"{fixed:.0f}",
-            _clocked(row), f"{row['roofline']['total']:.0f}", f"{m['total'] / row['roofline']['total']:.2f}",
+            _clocked(row), " / ".join(f"{us:.0f}" for us in row["launch_range_us"]),
+            f"{row['roofline']['total']:.0f}", f"{m['total'] / row['roofline']['total']:.2f}",
             "-" if told is None else f"{told['us']:.0f}",
         ))
     title = "Modelled microseconds of a layer (totals at each clock, v7x 1.2 / 1.1 / 1.3 GHz, others at the first)"
@@ -60,7 +61,7 @@ def _times(rows: Sequence[Row]) -> Table:
 def _builds(rows: Sequence[Row]) -> Table:
     columns = ("layer", "T", "HBM MB", "link MB", "MXU us", "kcycles", "spills", "heights", "VMEM MB", "code MB",
                "compile s", "bf x R", "XLA kcycles", "ops")
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         link = row["link_bytes"]
         lines.append((
@@ -77,7 +78,7 @@ def _builds(rows: Sequence[Row]) -> Table:
 
 def _adapters(rows: Sequence[Row]) -> Table:
     columns = ("layer", "T", "active pairs", "their bytes, us", "extra, us", "of bytes", "of base compute")
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         ledger = row.get("lora")
         if ledger is None:

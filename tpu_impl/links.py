@@ -161,8 +161,10 @@ def overlaps(transport: str) -> bool:
     return transport.startswith("push")
 
 
-def total_us(fabric: Fabric, traffic: Traffic, dispatch: str, transport: str, kernel_us: float) -> float:
-    """Dispatch, then the kernel with what its transport does not hide."""
-    combine = transport_us(fabric, traffic, transport)
+def total_us(
+    fabric: Fabric, traffic: Traffic, dispatch: str, transport: str, kernel_us: float, sums_us: float = 0.0
+) -> float:
+    """Dispatch, then the kernel with what its transport does not hide; `sums_us` runs beside the transport."""
+    combine = max(sums_us, transport_us(fabric, traffic, transport))
     rest = max(kernel_us, combine) if overlaps(transport) else kernel_us + combine
     return dispatch_us(fabric, traffic, dispatch) + rest

@@ -25,14 +25,18 @@ from dataclasses import dataclass
 
 from ..common.config import FusedMoEConfig
 from .generations import Generation
-from .links import Fabric, Traffic, dispatch_us, total_us, transport_us
+from .links import Fabric, Traffic, dispatch_us, share_reached, total_us, transport_us
 from .spec import LANES, ROW_BLOCK, KernelSpec
 from .xla_ops import Glue
 
 HOP_US = 1.0
 """Latency of one hop between chips; "about 1 us" in Google's JAX scaling book."""
-LAUNCH_US = 0.25
-"""Start of one XLA operation; see docs/tpu-performance.md for what it is held against."""
+LAUNCH_US = 0.5
+LAUNCH_MOST_US = 1.35
+"""Start of one XLA operation, and the most it can be. A published 94.0 us layer (tpu-inference's GMM path, 64 tokens,
+the 30B shape, v7x) compiles to 35 operations that work on arrays and 20.6 thousand cycles of XLA; with its weights at
+83 % of HBM bandwidth that leaves 1.35 us an operation, if nothing else stalls. The compiler's own allowance (2298
+cycles) would exceed the published time alone."""
 BYTES_KEPT = 1e-9
 """Tail of the row distribution that is left out."""
 
@@ -179,6 +183,20 @@ def expert_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, 
     return sum(visit_us(gen, clock, spec, cost, n) for n in parts)
 
 
+def presum_us(gen: Generation, clock: float, spec: KernelSpec, config: FusedMoEConfig) -> float:
+    """The kernel that sums a token's rows before they travel: bytes, or its loops, which take a row at a time.
+
+    Bundles are those of libtpu's schedules at H 2048 and 6144, linear in between: a pair is copied and added, a token
+    set up and rounded.
+    """
+    if not spec.transport.startswith("presum"):
+        return 0.0
+    pairs = spec.capacity / spec.ep
+    tokens = spec.tokens * share_reached(config.num_experts, config.experts_per_token, spec.ep)
+    bundles = pairs * (20.5 + 1.25 * spec.hidden / 1024) + tokens * (16.6 + 2.33 * spec.hidden / 1024)
+    return max(bundles / clock, (2 * pairs + tokens) * spec.hidden / gen.hbm_gbps) / 1e3
+
+
 def hops(fabric: Fabric) -> int:
     """Hops between the chips that are farthest apart."""
     chips = fabric.chips
@@ -225,11 +243,13 @@ def model_time(
     launches = around.launches * LAUNCH_US
     # Each collective, the kernel's entry barrier, and the last pushed row.
     latency = (around.collectives + (2 if spec.pushes else 0)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
-    links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel)
+    sums = presum_us(gen, clock, spec, config)
+    links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel, sums)
     return ModelTime(
         clock, mean(hbm_us), 2 * rows * matrix_elements(spec) / peak_tflops(gen, spec.recipe) / 1e6, mean(compute_us),
-        kernel, dispatch_us(fabric, traffic, spec.dispatch), transport_us(fabric, traffic, spec.transport), plan,
-        launches, latency, links + plan + launches + latency,
+        kernel, dispatch_us(fabric, traffic, spec.dispatch),
+        max(sums, transport_us(fabric, traffic, spec.transport)), plan, launches, latency,
+        links + plan + launches + latency,
     )
 
 
@@ -306,6 +326,41 @@ def estimate_kernel_us(gen: Generation, spec: KernelSpec, config: FusedMoEConfig
 
     return spec.experts * sum(chance * one(n) for n, chance in spread)
 
+
+def estimate_glue(spec: KernelSpec) -> Glue:
+    """What XLA runs around the kernel, without having compiled it: `USUAL`, and the rows it gathers and sums.
+
+    A push leaves K rows a local token, presum one a device, and a reduce-scatter sums K rows of every token here.
+    """
+    local = spec.tokens // spec.ep
+    rows = {"push": local * spec.top_k, "pres": local * spec.ep}.get(spec.transport[:4], spec.capacity)
+    cycles = round(USUAL.cycles + rows * (SUMMED_ROW + SUMMED_COLUMN * spec.hidden))
+    return Glue(cycles, USUAL.launches, USUAL.compiler_cycles, USUAL.collectives if spec.ep > 1 else 0, ())
+
+
+def estimate_time(
+    gen: Generation, fabric: Fabric, spec: KernelSpec, config: FusedMoEConfig, num_tokens: int
+) -> ModelTime:
+    """`model_time` without a schedule."""
+    kernel, around, clock = estimate_kernel_us(gen, spec, config, num_tokens), estimate_glue(spec), gen.clock_ghz
+    traffic, sums = traffic_of(spec, config, num_tokens), presum_us(gen, gen.clock_ghz, spec, config)
+    rows = num_tokens * config.experts_per_token / spec.ep
+    plan, launches = around.cycles / clock / 1e3, around.launches * LAUNCH_US
+    latency = (around.collectives + (2 if spec.pushes else 0)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
+    spread = row_distribution(num_tokens, config.experts_per_token, config.num_experts)
+    hbm = spec.experts * sum(chance * expert_bytes(spec, n) for n, chance in spread) / gen.hbm_gbps / 1e3
+    links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel, sums)
+    return ModelTime(
+        clock, hbm, 2 * rows * matrix_elements(spec) / peak_tflops(gen, spec.recipe) / 1e6, kernel, kernel,
+        dispatch_us(fabric, traffic, spec.dispatch), max(sums, transport_us(fabric, traffic, spec.transport)), plan,
+        launches, latency, links + plan + launches + latency,
+    )
+
+
+USUAL = Glue(5_000, 115, 260_000, 3, ())
+SUMMED_ROW, SUMMED_COLUMN = 45, 0.0232
+"""What compiled layers have around their kernels (docs/tpu-performance.md), and cycles of a row that XLA brings into
+the final sum."""
 
 MXU_SHARE = 0.5
 """Of peak, what compiled prefill schedules reach all in (v7x 0.5, v6e 0.7); used only where there is no schedule."""

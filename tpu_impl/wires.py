@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dispatch and transport a build takes: the cheapest by `links` of those its declared precision allows."""
+"""Which dispatch and transport a build takes: of those its declared precision allows, the cheapest by `time_model`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..common.config import FusedMoEConfig
 from .blocks import choose_blocks, make_spec
 from .generations import Generation
 from .layout import padded_rank
-from .links import ROW_ITEM, Fabric, total_us
+from .links import ROW_ITEM, Fabric
 from .spec import DISPATCHES, TRANSPORTS, KernelSpec, LoRASpec
-from .time_model import estimate_kernel_us, traffic_of
+from .time_model import estimate_time
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way of moving rows, its modelled microseconds, and whether its precision is allowed."""
+    """One way of moving rows, and the layer's estimated microseconds with it."""
 
     dispatch: str
     transport: str
@@ -54,8 +54,7 @@ def candidates(
     for d, t in itertools.product(dispatches, transports):
         spec = _build(gen, fabric, config, num_tokens, scheme, recipe, lora, d, t, required=dispatch != AUTO)
         if spec is not None:
-            kernel = estimate_kernel_us(gen, spec, config, num_tokens)
-            found.append(Choice(d, t, total_us(fabric, traffic_of(spec, config, num_tokens), d, t, kernel)))
+            found.append(Choice(d, t, estimate_time(gen, fabric, spec, config, num_tokens).total))
     return sorted(found, key=lambda c: c.total_us)
 
 

@@ -19,6 +19,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(")
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SCALAR = re.compile(r"\w+\[\]")
 _BODY = re.compile(r"body=%(\S+?)[,\s]")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # They move no data, or run beside others.
@@ -112,6 +113,8 @@ def operations(hlo: str) -> list[Op]:
 def _free(op: Op) -> bool:
     if op.opcode in _FREE or op.opcode.endswith(_ASYNC):
         return True
+    if _SCALAR.match(op.shape) or "S(6)" in op.shape:
+        return True  # the scalar core's, within the program's own control flow
     # Marks for the compiler: they name no computation.
     return op.opcode == "custom-call" and op.name.startswith(("custom-call", "prepare_"))
 

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +336,8 @@ def difference(a: list[dict], b: list[dict], rows: range) -> tuple[float, float]
     return sum(gaps) / len(gaps), max(gaps)
 
 
-def compare(folder: Path) -> bool:
+def compare(folder: Path, wanted: Sequence[tuple[str, str, str]] = ()) -> bool:
+    """Print the verdict over the runs in a folder; without any, or one of `wanted` missing or unfinished, it is bad."""
     runs = {
         (r["scheme"], r["experts"], "on" if r["lora"] else "off"): r
         for r in (json.loads(p.read_text()) for p in sorted(folder.glob("*.json")))
@@ -351,6 +353,11 @@ def compare(folder: Path) -> bool:
         equal, of = same(a, b, rows)
         verdict(label, equal == of, f"{equal} of {of} rows equal bit for bit")
 
+    if not runs:
+        verdict("runs", False, f"none in {folder}")
+    for key in wanted:
+        if "kernels" not in runs.get(key, {}):
+            verdict(f"{key[0]}, {key[1]} experts, LoRA {key[2]}", False, "did not finish" if key in runs else "no result")
     for (scheme, experts, lora), result in sorted(runs.items()):
         at, probe = f"{scheme}, {experts} experts, LoRA {lora}", result["probe"]
         want = "Isomoe" if experts == "isomoe" else "Triton"
@@ -453,7 +460,7 @@ def main() -> int:
         make(args.folder)
         print(f"made {args.folder} in {time.time() - began:.0f} s", flush=True)
         run_all(args.folder, args.limit)
-        return 0 if compare(args.folder / "results") else 1
+        return 0 if compare(args.folder / "results", RUNS) else 1
     return 0
 
 

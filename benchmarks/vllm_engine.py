@@ -357,7 +357,8 @@ def compare(folder: Path, wanted: Sequence[tuple[str, str, str]] = ()) -> bool:
         verdict("runs", False, f"none in {folder}")
     for key in wanted:
         if "kernels" not in runs.get(key, {}):
-            verdict(f"{key[0]}, {key[1]} experts, LoRA {key[2]}", False, "did not finish" if key in runs else "no result")
+            at = f"{key[0]}, {key[1]} experts, LoRA {key[2]}"
+            verdict(at, False, "did not finish" if key in runs else "no result")
     for (scheme, experts, lora), result in sorted(runs.items()):
         at, probe = f"{scheme}, {experts} experts, LoRA {lora}", result["probe"]
         want = "Isomoe" if experts == "isomoe" else "Triton"

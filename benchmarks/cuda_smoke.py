@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels on a real GPU, in about two minutes: right first, then how fast.
+"""Are the CUDA kernels right on this device? A few minutes; the last line is a verdict in JSON.
 
     python benchmarks/cuda_smoke.py [--quick] [--json FILE]
 
 1. Quantiser codes on all 65,536 bf16 inputs, bit for bit with the numpy formula.
 2. Small layers of every scheme, recipe and adapter form against the numpy reference, with the base rows' bits.
-3. Real dimensions against a torch reference in f32 of the same recipe, with and without adapters, by the portable
-   kernels and, on Hopper, by its own.
-4. One captured CUDA graph, replayed after an adapter was replaced; run-to-run bits; torch.compile.
-5. Times of whole layers, from CUDA graphs. Weights stay in L2 for the small batches: compare, do not quote.
+3. Every chain of kernels by name (each Hopper regime, and the portable kernels) against its declared recipe: result,
+   repeated bits, base rows, idle adapters, float32 output, poisoned memory.
+4. One captured CUDA graph, replayed after an adapter was replaced; torch.compile.
+5. Real dimensions with and without adapters, right and then timed (CUDA graph, cold L2).
 
-Exits 1 where any check fails.
+`--quick` runs fewer cases of 2 and 5, all of the others. `--device cpu` is a dry run on interpreted kernels: steps 1 to
+3 on tiny layers, which says nothing about a device. Exits 1 where any check fails. `isomoe bench` compares times.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ if importlib.util.find_spec("isomoe") is None:  # a checkout that is not install
 
 import torch
 
-from isomoe.common.config import FusedMoEConfig
 from isomoe.common.metrics import bitwise_equal, rel_l2, worst_row
 from isomoe.common.numerics import BF16, quantize_fp8
-from isomoe.common.recipes import Recipe, default_recipe
 from isomoe.common.tolerances import DELTA, TO_RECIPE, WORST_ROW
-from isomoe.cuda_impl import fused_moe
-from isomoe.cuda_impl.prepare import AdapterSlots, PreparedWeights, empty_slots
+from isomoe.cuda_impl import _runtime, fused_moe
+from isomoe.cuda_impl.bench import data, reference, regimes
+from isomoe.cuda_impl.bench.clock import GraphClock, Timing
+from isomoe.cuda_impl.bench.tune import hopper_off
+from isomoe.cuda_impl.moe import resolve_recipe
 from isomoe.cuda_impl.quantize import quantize_rows
 from isomoe.tests.conformance import Subject
 from isomoe.tests.matrix import UNEVEN, WIDE, Case, build
 
-SHAPES = {"q30b": (128, 8, 2048, 768), "q35b": (256, 8, 2048, 512), "q480b": (20, 8, 6144, 2560)}
+LORA = data.LoraSetting(8, 32)
 results: list[dict] = []
 
 
@@ -55,10 +57,11 @@ def record(check: str, ok: bool, **figures: object) -> None:
     print(f"{'ok  ' if ok else 'FAIL'} {check} {shown}", flush=True)
 
 
-def check_quantiser() -> None:
+def check_quantiser(device: str) -> None:
     values = np.arange(65536, dtype=np.uint16).view(BF16)
-    rows = torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16).cuda()
-    for shape, group in (((65536, 1), "token"), ((512, 128), 128), ((256, 256), "token")):
+    rows = torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16).to(device)
+    shapes = [((65536, 1), "token"), ((512, 128), 128), ((256, 256), "token")]
+    for shape, group in shapes if device == "cuda" else shapes[1:]:  # one program a row: too many to interpret
         codes, scales = quantize_rows(rows.view(shape), group)
         with np.errstate(all="ignore"):
             want, want_scales = quantize_fp8(values.reshape(shape), group)
@@ -87,8 +90,8 @@ def small_cases(quick: bool) -> list[tuple[str, Case]]:
     return cases
 
 
-def check_small(quick: bool) -> None:
-    for executor, case in small_cases(quick):
+def check_small(cases: list[tuple[str, Case]]) -> None:
+    for executor, case in cases:
         inputs = build(case)
         # The recipe that this device's kernels declare, with result rows that lose nothing.
         declared = Subject(executor).declared(case).with_wire("f32")
@@ -110,203 +113,69 @@ def check_small(quick: bool) -> None:
         record(f"{executor} {case}", ok, **figures)
 
 
-def _codes(w: torch.Tensor, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = absmax.clamp(min=1e-10) / 448
-    return (w / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-
-def random_layer(shape: tuple[int, int, int, int], scheme: str, seed: int = 0) -> PreparedWeights:
-    """Random experts quantised on the device, expert by expert."""
-    experts, _, hidden, inter = shape
-    torch.manual_seed(seed)
-    parts: dict[str, list[torch.Tensor]] = {k: [] for k in ("w13", "w2", "s13", "s2")}
-    for _ in range(experts):
-        for name, rows, cols in (("13", 2 * inter, hidden), ("2", hidden, inter)):
-            w = torch.randn(rows, cols, device="cuda") / cols**0.5
-            if scheme == "bf16":
-                parts["w" + name].append(w.bfloat16())
-                continue
-            if scheme == "block":
-                tiles = w.view(rows // 128, 128, cols // 128, 128)
-                codes, scale = _codes(tiles, tiles.abs().amax((1, 3), keepdim=True))
-                parts["s" + name].append(scale.view(rows // 128, cols // 128))
-            else:
-                codes, scale = _codes(w, w.abs().amax(1, keepdim=True))
-                parts["s" + name].append(scale.view(rows))
-            parts["w" + name].append(codes.view(rows, cols).view(torch.uint8))
-    stack = {k: torch.stack(v) if v else None for k, v in parts.items()}
-    return PreparedWeights(stack["w13"], stack["w2"], stack["s13"], stack["s2"])  # type: ignore[arg-type]
-
-
-def random_adapters(shape: tuple[int, int, int, int], slots: int, rank: int) -> AdapterSlots:
-    """Full slots with ids 100, 101, ...; every second one has half the rank, with zeros beyond it."""
-    experts, top_k, hidden, inter = shape
-    pool = empty_slots(
-        FusedMoEConfig(experts, top_k, hidden, inter), max_loras=slots, max_lora_rank=rank, device="cuda"
-    )
-    for name, fan in (("a13", hidden), ("b13", rank * 10), ("a2", inter), ("b2", rank * 10)):
-        getattr(pool, name).normal_().div_(fan**0.5)
-    for slot in range(slots):
-        r = rank if slot % 2 == 0 else rank // 2
-        pool.ranks[slot], pool.slot_ids[slot] = r, 100 + slot
-        for t in (pool.a13[slot], pool.a2[slot]):
-            t[:, :, r:] = 0
-        for t in (pool.b13[slot], pool.b2[slot]):
-            t[..., r:] = 0
-    return pool
-
-
-def torch_reference(
-    x: torch.Tensor, tw: torch.Tensor, ids: torch.Tensor, w: PreparedWeights, recipe: Recipe,
-    adapters: AdapterSlots | None, adapter_ids: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """The recipe in f32 torch matmuls (no TF32), with dequantised operands, expert by expert."""
-
-    def rows(v: torch.Tensor) -> torch.Tensor:
-        v = v.float()
-        if recipe.name != "w8a8":
-            return v
-        group = 128 if w.is_block else v.shape[1]
-        g = v.view(v.shape[0], -1, group)
-        scale = g.abs().amax(-1, keepdim=True).clamp(min=1e-10) * float(np.float32(1 / 448))
-        return ((g * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).view(v.shape)
-
-    def matrix(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        if scale is None:
-            return codes.float()
-        codes = codes.view(torch.float8_e4m3fn).float()
-        if scale.dim() == 2:
-            return codes * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return codes * scale[:, None]
-
-    def products(rows_in: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        v = rows_in.float() @ a.float().T
-        return v.bfloat16().float() if recipe.lora_products == "bf16" else v
-
-    inter = w.intermediate_size
-    y = torch.zeros(x.shape, device="cuda")
-    for e in range(w.num_experts):
-        t, k = torch.where(ids == e)
-        if not len(t):
-            continue
-        xe = x[t]
-        g = rows(xe) @ matrix(w.w13[e], None if w.w13_scale is None else w.w13_scale[e]).T
-        users: list[tuple[int, int, torch.Tensor]] = []
-        if adapters is not None and adapter_ids is not None:
-            for slot in range(adapters.slot_ids.shape[0]):
-                mine = torch.where(adapter_ids[t] == adapters.slot_ids[slot])[0]
-                if len(mine):
-                    users.append((slot, int(adapters.ranks[slot]), mine))
-        for slot, r, mine in users:
-            for half in range(2):
-                v = products(xe[mine], adapters.a13[slot, e, half, :r])  # type: ignore[union-attr]
-                b = adapters.b13[slot, e, half, :, :r].float()  # type: ignore[union-attr]
-                g[mine, half * inter : (half + 1) * inter] += v @ b.T
-        h = (torch.nn.functional.silu(g[:, :inter]) * g[:, inter:]).bfloat16()
-        o = rows(h) @ matrix(w.w2[e], None if w.w2_scale is None else w.w2_scale[e]).T
-        for slot, r, mine in users:
-            v = products(h[mine], adapters.a2[slot, e, 0, :r])  # type: ignore[union-attr]
-            o[mine] += v @ adapters.b2[slot, e, 0, :, :r].float().T  # type: ignore[union-attr]
-        y.index_put_((t,), tw[t, k][:, None] * o, accumulate=True)
-    return y
-
-
-def batch(shape: tuple[int, int, int, int], tokens: int, slots: int) -> tuple[torch.Tensor, ...]:
-    experts, top_k, hidden, _ = shape
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    ids = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :top_k].int().contiguous()
-    tw = torch.rand(tokens, top_k, device="cuda")
-    adapter_ids = torch.randint(99, 100 + max(slots, 1), (tokens,), device="cuda", dtype=torch.int32)
-    return x, tw / tw.sum(1, keepdim=True), ids, torch.where(adapter_ids == 99, -1, adapter_ids)
-
-
-def graph_us(call, repeats: int = 20) -> float:
-    """Median time of one call inside a CUDA graph, microseconds."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return float(np.median(times))
+def check_regimes(cases: list[regimes.RegimeCase], device: str) -> None:
+    for name, ok, figures in regimes.checked(cases, device):
+        record(name, ok, **figures)
 
 
 def check_production(quick: bool) -> None:
-    runs = [("q30b", "block", "w8a8"), ("q30b", "channel", "w8a8"), ("q30b", "block", "w8a16")]
-    runs += [("q480b", "block", "w8a8")]
+    runs = [("30B", "block", "w8a8"), ("30B", "channel", "w8a8"), ("30B", "block", "w8a16")]
+    runs += [("480B-EP8", "block", "w8a8")]
     if not quick:
-        runs += [("q35b", "channel", "w8a8"), ("q30b", "bf16", "bf16"), ("q480b", "channel", "w8a16")]
+        runs += [("35B", "channel", "w8a8"), ("30B", "bf16", "bf16"), ("480B-EP8", "channel", "w8a16")]
+    clock = GraphClock()
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    for name, scheme, recipe_name in runs:
-        shape, slots = SHAPES[name], 8
-        weights, adapters = random_layer(shape, scheme), random_adapters(shape, slots, 32)
-        plain = default_recipe(recipe_name, scheme)
+    for name, scheme, recipe in runs:
+        layer = data.find_layer(name)
+        weights, adapters = data.random_weights(layer, scheme, "cuda"), data.random_adapters(layer, LORA, "cuda")
         for tokens in (1, 64, 1024) if quick else (1, 64, 256, 1024, 8192):
-            arrays = batch(shape, tokens, slots)
-            x, tw, ids, adapter_ids = arrays
-            for kernels in ("portable", "hopper") if hopper and recipe_name != "bf16" else ("portable",):
-                os.environ["ISOMOE_HOPPER"] = "1" if kernels == "hopper" else "0"
-                recipe = plain.with_bf16_storage() if kernels == "hopper" else plain.with_wire("bf16")
-                wants = []
-                if tokens <= 1024:
-                    wants = [
-                        torch_reference(x, tw, ids, weights, recipe, None, None),
-                        torch_reference(x, tw, ids, weights, recipe, adapters, adapter_ids),
-                    ]
+            batch = data.random_batch(layer, tokens, 0, "cuda", adapters=LORA.count, base_rows=True)
+            for kernels in ("portable", "hopper") if hopper and recipe != "bf16" else ("portable",):
                 try:
-                    ok, figures = production_case(arrays, weights, adapters, recipe, wants, kernels == "portable")
+                    with hopper_off(kernels == "portable"):
+                        ok, figures = production_case(batch, weights, adapters, recipe, clock)
                 except Exception as error:  # one kernel's failure must not hide the others
                     ok, figures = False, {"error": f"{type(error).__name__}: {error}"[:500]}
-                record(f"{kernels} {name} {scheme} {recipe_name} T={tokens}", ok, **figures)
+                record(f"{kernels} {name} {scheme} {recipe} T={tokens}", ok, **figures)
         del weights, adapters
         torch.cuda.empty_cache()
 
 
-def production_case(
-    arrays: tuple[torch.Tensor, ...], weights: PreparedWeights, adapters: AdapterSlots, recipe: Recipe,
-    wants: list[torch.Tensor], f32_delta: bool,
-) -> tuple[bool, dict[str, object]]:  # fmt: skip
+def production_case(batch: data.Batch, weights, adapters, recipe: str, clock: GraphClock) -> tuple[bool, dict]:
     """One batch with and without adapters: errors, bits and times."""
-    x, tw, ids, adapter_ids = arrays
-    used = adapter_ids >= 0
+    assert batch.adapter_ids is not None
+    used = batch.adapter_ids >= 0
+    declared = resolve_recipe(recipe, weights)
     figures: dict[str, object] = {}
-    outputs = []
-    for i, (label, lora) in enumerate((("base", None), ("lora", adapters))):
+    outputs, calls = [], {}
+    for label, lora in (("base", None), ("lora", adapters)):
         call = functools.partial(
-            fused_moe, x, tw, ids, weights, recipe=recipe, adapters=lora,
-            adapter_ids=None if lora is None else adapter_ids,
+            fused_moe, batch.x, batch.topk_weights, batch.topk_ids, weights, recipe=recipe, adapters=lora,
+            adapter_ids=None if lora is None else batch.adapter_ids, expert_map=batch.expert_map,
         )
+        calls[label] = [call]
         outputs.append(call())
-        figures[f"us_{label}"] = round(graph_us(call), 1)
-        figures[f"same_bits_{label}"] = bool(torch.equal(outputs[i], call()))
-        if wants:
-            figures[f"rel_l2_{label}"] = float((outputs[i].float() - wants[i]).norm() / wants[i].norm())
+        figures[f"same_bits_{label}"] = bool(torch.equal(outputs[-1], call()))
+        if batch.tokens <= 1024:
+            want = reference.layer_f32(batch, weights, declared, lora)
+            figures[f"rel_l2_{label}"] = reference.rel_l2(outputs[-1], want)
     figures["base_bits"] = bool(torch.equal(outputs[0][~used], outputs[1][~used]))
-    if wants and bool(used.any()) and f32_delta:
-        # Before the rows' and the output's rounding to bf16, which are relative to the whole output, not to the delta.
-        exact = functools.partial(
-            fused_moe, x, tw, ids, weights, recipe=recipe.with_wire("f32"), out_dtype=torch.float32
-        )
-        base, lora_out = exact(), exact(adapters=adapters, adapter_ids=adapter_ids)
-        want = (wants[1] - wants[0])[used]
-        figures["delta"] = float(((lora_out - base)[used] - want).norm() / want.norm())
     ok = all(v <= TO_RECIPE.bound for k, v in figures.items() if k.startswith("rel_l2"))  # type: ignore[operator]
     ok = ok and all(bool(v) for k, v in figures.items() if "bits" in k)
-    return ok and float(figures.get("delta", 0.0)) <= DELTA.bound, figures  # type: ignore[arg-type]
+    for label, timing in clock.time(calls, 1).items():
+        figures[f"us_{label}"] = round(timing.us, 1) if isinstance(timing, Timing) else timing
+        ok = ok and isinstance(timing, Timing)
+    return ok, figures
 
 
 def check_graph() -> None:
-    shape = (16, 4, 512, 256)
-    weights, adapters = random_layer(shape, "block"), random_adapters(shape, 2, 16)
-    x, tw, ids, adapter_ids = batch(shape, 40, 2)
-    call = lambda: fused_moe(x, tw, ids, weights, adapters=adapters, adapter_ids=adapter_ids)  # noqa: E731
+    layer, lora = data.Layer("graph", 512, 256, 16, 16, 4), data.LoraSetting(2, 16)
+    weights, adapters = data.random_weights(layer, "block", "cuda"), data.random_adapters(layer, lora, "cuda")
+    b = data.random_batch(layer, 40, 0, "cuda", adapters=2, base_rows=True)
+
+    def call() -> torch.Tensor:
+        return fused_moe(b.x, b.topk_weights, b.topk_ids, weights, adapters=adapters, adapter_ids=b.adapter_ids)
+
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -322,26 +191,48 @@ def check_graph() -> None:
     record("torch.compile", torch.equal(compiled(), call()))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     parser.add_argument("--json", type=Path, help="write every figure here")
-    args = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run")
+    args = parser.parse_args(arguments)
+    results.clear()
+    if args.device == "cuda":
+        if _runtime.INTERPRETED or not torch.cuda.is_available():
+            parser.error("no CUDA device here; --device cpu is a dry run")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        name, target = torch.cuda.get_device_name(), _runtime.target_of(torch.device("cuda", 0))
+        steps = [
+            functools.partial(check_quantiser, "cuda"),
+            lambda: check_regimes(regimes.all_cases(target), "cuda"),
+            lambda: check_small(small_cases(args.quick)), check_graph, lambda: check_production(args.quick),
+        ]  # fmt: skip
+    else:
+        name = "cpu, interpreted: a dry run"
+        tiny = [case for case in regimes.portable_cases(regimes.TINY) if case.tokens <= 40][:1]
+        steps = [
+            functools.partial(check_quantiser, "cpu"), lambda: check_small(small_cases(True)[:1]),
+            lambda: check_regimes(tiny, "cpu"),
+        ]  # fmt: skip
     start = time.time()
-    for step in (check_quantiser, lambda: check_small(args.quick), check_graph, lambda: check_production(args.quick)):
+    for step in steps:
         try:
             step()
         except Exception as error:  # one broken step must not hide the others
             record(f"step raised {type(error).__name__}: {error}"[:800], False)
         print(f"-- {time.time() - start:.0f} s", flush=True)
     failed = [r["check"] for r in results if not r["ok"]]
+    verdict = {
+        "verdict": "fail" if failed else "pass", "device": name, "passed": len(results) - len(failed),
+        "failed": failed, "seconds": round(time.time() - start), "isomoe_hopper": os.environ.get("ISOMOE_HOPPER", "1"),
+    }  # fmt: skip
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "results": results}, indent=1))
-    print(f"{len(results) - len(failed)} of {len(results)} checks passed on {torch.cuda.get_device_name()}")
-    sys.exit(1 if failed else 0)
+        args.json.write_text(json.dumps({**verdict, "results": results}, indent=1))
+    print(json.dumps(verdict))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -278,8 +278,8 @@ def candidate_tiles(
     block_k = BLOCK if two_level or max(a_bytes, w_bytes) == 1 else 64
     found = []
     for block_m, (n13, n2), warps, stages in itertools.product(
-        [m for m in (rows // 4, rows // 2, rows, rows * 2) if 16 <= m <= 128], ((64, 64), (64, 128), (128, 128)), (4, 8),
-        (2, 3, 4, 5),
+        [m for m in (rows // 4, rows // 2, rows, rows * 2) if 16 <= m <= 128], ((64, 64), (64, 128), (128, 128)),
+        (4, 8), (2, 3, 4, 5),
     ):  # fmt: skip
         stage = block_k * max(block_m * a_bytes + 2 * n13 * w_bytes, block_m * a_bytes + n2 * w_bytes)
         # Accumulators of both halves: at most 128 registers a thread.

@@ -81,16 +81,18 @@ def test_wrong_and_failing_peers_are_rows_and_are_not_timed() -> None:
     several = (
         dataclasses.replace(own, name="zeros", build=lambda p: [lambda: torch.zeros(3, 256)]),
         dataclasses.replace(own, name="nan", build=lambda p: [lambda: torch.full((3, 256), float("nan"))]),
+        dataclasses.replace(own, name="rough", build=lambda p: [lambda: own.build(p)[0]() * 1.01]),
         dataclasses.replace(own, name="broken", build=broken),
         dataclasses.replace(own, name="isomoe triton"),
     )
     fake = FakeClock()
     rows = {r.backend: r for r in run.Runner(_plan(), several, fake, RATES).run()}
     assert {n: r.verdict for n, r in rows.items()} == {
-        "zeros": "wrong", "nan": "wrong", "broken": "error", "isomoe triton": "ok",
+        "zeros": "wrong", "nan": "wrong", "rough": "wrong", "broken": "error",
+        "isomoe triton": "ok",
     }  # fmt: skip
     assert "no such kernel" in rows["broken"].reason and rows["nan"].rel_l2 is None
-    assert fake.names == ["isomoe triton|"]
+    assert fake.names == ["rough|", "isomoe triton|"] and rows["rough"].us and rows["zeros"].us is None
 
 
 def test_a_capture_that_fails_is_a_row() -> None:

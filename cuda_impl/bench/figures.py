@@ -114,7 +114,7 @@ def _ours(rows: Iterable[Row], lora: bool) -> list[Row]:
 def _speedups(rows: Sequence[Row], lora: bool) -> list[tuple[float, str]]:
     best: dict[tuple, float] = {}
     for r in rows:
-        if r.backend.startswith("vllm ") and r.us is not None:
+        if r.backend.startswith("vllm ") and r.us is not None and r.verdict == "ok":
             best[r.cell] = min(r.us, best.get(r.cell, math.inf))
     return [(best[r.cell] / r.us, r.where) for r in _ours(rows, lora) if r.cell in best and r.us is not None]
 

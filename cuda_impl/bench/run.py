@@ -25,6 +25,7 @@ from .peers import LayerData, Peer, Problem
 from .reference import layer_f32, rel_l2
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
+TIMED = 4  # times its bound: a wrong result up to there is timed all the same
 SETS = ((8, 4), (256, 2))  # batches of up to so many tokens: input sets; larger ones have one
 
 
@@ -50,7 +51,7 @@ class Plan:
 
 @dataclass
 class _Candidate:
-    """A row on its way to a time."""
+    """A row on its way to a time; without calls it gets none."""
 
     row: Row
     calls: Calls
@@ -117,8 +118,8 @@ class Runner:
                 text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 done.append(dataclasses.replace(row, verdict="error", reason=text))
                 continue
-            done += [c.row for c in candidates if c.row.verdict != "ok"]
-            ready += [c for c in candidates if c.row.verdict == "ok"]
+            done += [c.row for c in candidates if not c.calls]
+            ready += [c for c in candidates if c.calls]
         times = self.clock.time({f"{c.row.backend}|{c.row.variant}": c.calls for c in ready}, self.plan.rounds)
         works = [roofline.work_of(data.layer, data.scheme, b, setting) for b in batches]
         for c in ready:
@@ -149,8 +150,11 @@ class Runner:
         if not error <= bound:  # a NaN is wrong too
             shown = error if math.isfinite(error) else None
             reason = f"rel. L2 {error:.3g} over {bound:g}"
-            yield _Candidate(dataclasses.replace(row, rel_l2=shown, verdict="wrong", reason=reason), calls)
-            return
+            row = dataclasses.replace(row, rel_l2=shown, verdict="wrong", reason=reason)
+            # A rounding too many is a finding, and its time still tells something; another result is no candidate.
+            if not error <= TIMED * bound:
+                yield _Candidate(row, [])
+                return
         yield _Candidate(row, calls, peer.arithmetic)
         if not (peer.own and problem.adapters is not None):
             return
@@ -158,6 +162,6 @@ class Runner:
         idle = dataclasses.replace(problem, batches=tuple(b.idle() for b in problem.batches))
         base_calls, idle_calls = peer.build(base), peer.build(idle)
         same = bool(torch.equal(base_calls[0](), idle_calls[0]()))
-        clean = dataclasses.replace(row, rel_l2=None, bound=None)
+        clean = dataclasses.replace(row, rel_l2=None, bound=None, verdict="ok", reason="")
         yield _Candidate(dataclasses.replace(clean, variant=BASE, plan=peer.plan(base)), base_calls, peer.arithmetic)
         yield _Candidate(dataclasses.replace(clean, variant=IDLE_VARIANT, bitwise=same), idle_calls, peer.arithmetic)

@@ -56,7 +56,7 @@ def candidates_of(key: LayerKey, kernels: str, tokens: int, target: _runtime.Tar
 
 
 @contextlib.contextmanager
-def _without_hopper(portable: bool) -> Iterator[None]:
+def hopper_off(portable: bool) -> Iterator[None]:
     before = os.environ.get("ISOMOE_HOPPER")
     if portable:
         os.environ["ISOMOE_HOPPER"] = "0"
@@ -81,7 +81,7 @@ def _call(
     choice: Choice, batch: Batch, weights: PreparedWeights, recipe: str, adapters: AdapterSlots | None
 ) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
-        with forced(choice), _without_hopper(not isinstance(choice, Regime)):
+        with forced(choice), hopper_off(not isinstance(choice, Regime)):
             return fused_moe(
                 batch.x, batch.topk_weights, batch.topk_ids, weights, recipe=recipe, adapters=adapters,
                 adapter_ids=None if adapters is None else batch.adapter_ids, expert_map=batch.expert_map,

@@ -34,7 +34,7 @@ ELSEWHERE: dict[str, str] = {
     "miles#1559": _SHARED,
     "DeepGEMM#237": "K-grouped products serve training; no kernel here groups along K",
     "DeepGEMM#405": "K-grouped products serve training; no kernel here groups along K",
-    "DeepGEMM#362": "speed on MXFP8; what is slow here is measured natively by benchmarks/hopper_bench.py",
+    "DeepGEMM#362": "speed on MXFP8; what is slow here is measured natively by `isomoe bench --cuda`",
     "flashinfer#1781": _PACKAGING,
     "flashinfer#1904": _PACKAGING,
     "flashinfer#1352": _PACKAGING,

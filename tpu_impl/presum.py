@@ -27,15 +27,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .numerics import cast_rows, fp8_scale
-from .plan import Plan, exclusive_sum, sort_pairs
+from .plan import Plan, exclusive_sum
 from .shipping import Shipping, allocate
 from .spec import LANES, Buffer, KernelSpec
 
 NAME = "isomoe_presum_kernel"
 # Rows of a block are rounded this many at a time: the block would not fit registers.
 ROUNDED = 8
+# Pairs handled by straight-line code: a loop of one would mostly wait for its own results. In the interpreter it would
+# only make a larger program.
+UNROLLED = 8
+INTERPRETED_UNROLLED = 1
 # On-chip bytes the buffers may take; more only smooths the stream.
-BUDGET = 12 << 20
+BUDGET = 24 << 20
 # Scalar memory that is not for tables.
 SMEM_RESERVE = 32 * 1024
 
@@ -44,45 +48,53 @@ SMEM_RESERVE = 32 * 1024
 class TableLayout:
     """Offsets into the kernel's int32 table.
 
-    Header: rank, rows that arrive from other devices, tokens with a row here (n). Then the first of those tokens of
-    each owner and n; the first pair of each token, then the pair count to the end; each pair's row in the expert
-    kernel's result. A table of float32 router weights goes with the pairs.
+    Header: rank, rows that arrive from other devices, tokens with a row here (n), pairs here. Then the first of those
+    tokens of each owner and n; the first pair of each block of `block` tokens; then for each pair, tokens and their k
+    ascending, twice its row in the expert kernel's result, plus one where a token begins. A table of float32 router
+    weights goes with the pairs.
     """
 
+    block: int
     owners: int
-    first: int
-    rows: int
+    blocks: int
+    pairs: int
     size: int
 
     HEADER = 4
 
     @classmethod
     def of(cls, spec: KernelSpec) -> TableLayout:
-        first = cls.HEADER + spec.ep + 1
-        rows = first + spec.tokens + 1
-        return cls(cls.HEADER, first, rows, rows + spec.capacity)
+        block = block_tokens(spec)
+        blocks = cls.HEADER + spec.ep + 1
+        pairs = blocks + -(-spec.tokens // block) + 1
+        return cls(block, cls.HEADER, blocks, pairs, pairs + spec.capacity)
 
 
 def max_tokens(spec: KernelSpec, smem_bytes: int) -> int:
-    """Most tokens whose tables fit scalar memory; 0 where none do. A multiple of ``spec.ep``."""
+    """Most tokens whose tables fit scalar memory, as if each were a block; a multiple of ``spec.ep``, or 0."""
     words = (smem_bytes - SMEM_RESERVE) // 4 - (TableLayout.HEADER + spec.ep + 2)
     return max(0, words // (1 + 2 * spec.top_k) // spec.ep * spec.ep)
 
 
-def scratch(spec: KernelSpec) -> list[Buffer]:
-    """On-chip buffers, in the kernel's argument order, for the most tokens a block that `BUDGET` allows."""
+def _buffers(spec: KernelSpec, block: int) -> list[Buffer]:
     sublanes = spec.hidden // LANES
+    return [
+        Buffer("rows", "vmem", (2, block * spec.top_k, sublanes, LANES), "bfloat16"),
+        Buffer("sums", "vmem", (block, sublanes, LANES), "float32"),
+        Buffer("st", "vmem", (2, block, sublanes, LANES), "float8_e4m3fn"),
+        Buffer("st_scale", "vmem", (2, block, 1, LANES), "float32"),
+    ]
 
-    def of(block: int) -> list[Buffer]:
-        return [
-            Buffer("rows", "vmem", (2, block * spec.top_k, sublanes, LANES), "bfloat16"),
-            Buffer("sums", "vmem", (block, sublanes, LANES), "float32"),
-            Buffer("st", "vmem", (2, block, sublanes, LANES), "float8_e4m3fn"),
-            Buffer("st_scale", "vmem", (2, block, 1, LANES), "float32"),
-        ]
 
-    fitting = [b for b in (64, 32, 16) if sum(x.nbytes for x in of(b)) <= BUDGET]
-    buffers = of(fitting[0] if fitting else ROUNDED)
+def block_tokens(spec: KernelSpec) -> int:
+    """Tokens of a block: the most that `BUDGET` allows."""
+    fitting = [b for b in (64, 32, 16) if sum(x.nbytes for x in _buffers(spec, b)) <= BUDGET]
+    return fitting[0] if fitting else ROUNDED
+
+
+def scratch(spec: KernelSpec) -> list[Buffer]:
+    """On-chip buffers, in the kernel's argument order."""
+    buffers = _buffers(spec, block_tokens(spec))
     buffers.append(Buffer("lens", "smem", (4,), "int32"))
     buffers += [Buffer("gather_sem", "dma", (2,)), Buffer("out_sem", "dma", (2,))]
     if spec.ep > 1:
@@ -93,49 +105,67 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
 def tables(spec: KernelSpec, plan: Plan, arriving: jax.Array) -> list[jax.Array]:
     """The kernel's int32 and float32 tables; `arriving` as in the header."""
     assert plan.weights is not None
-    mine = plan.mine.reshape(spec.tokens, spec.top_k)
-    row = lax.iota(jnp.int32, spec.capacity)
-    pair = jnp.where(row < jnp.sum(plan.mine, dtype=jnp.int32), plan.order, spec.capacity)
-    _, rows, weights = lax.sort((pair, row, plan.weights[1]), num_keys=1, is_stable=False)
-    pairs = jnp.sum(mine, axis=1, dtype=jnp.int32)
-    here = pairs > 0
+    layout = TableLayout.of(spec)
+    pairs = jnp.sum(plan.mine.reshape(spec.tokens, spec.top_k), axis=1, dtype=jnp.int32)
+    here, total = pairs > 0, jnp.sum(pairs)
     owners = jnp.cumsum(jnp.sum(here.reshape(spec.ep, -1), axis=1, dtype=jnp.int32), dtype=jnp.int32)
-    total, count = jnp.sum(pairs), owners[-1]
-    _, first = sort_pairs(jnp.where(here, 0, 1), 1, exclusive_sum(pairs))
-    first = jnp.where(lax.iota(jnp.int32, spec.tokens) < count, first, total)
-    header = jnp.stack([plan.rank, arriving, count, jnp.int32(0)])
-    table = jnp.concatenate([header, jnp.zeros((1,), jnp.int32), owners, first, total[None], rows])
-    assert table.shape == (TableLayout.of(spec).size,) and table.dtype == jnp.int32, (table.shape, table.dtype)
+    place = exclusive_sum(here.astype(jnp.int32))
+    bounds = layout.block * lax.iota(jnp.int32, layout.pairs - layout.blocks)
+    blocks = jnp.sum(jnp.where(place < bounds[:, None], pairs, 0), axis=1, dtype=jnp.int32)
+
+    row = lax.iota(jnp.int32, spec.capacity)
+    pair = jnp.where(row < total, plan.order, spec.capacity)
+    pair, rows, weights = lax.sort((pair, row, plan.weights[1]), num_keys=1, is_stable=False)
+    token = lax.div(pair, spec.top_k)
+    begins = (token != jnp.roll(token, 1)) | (row == 0)
+    header = jnp.stack([plan.rank, arriving, owners[-1], total])
+    table = jnp.concatenate([header, jnp.zeros((1,), jnp.int32), owners, blocks, 2 * rows + begins])
+    assert table.shape == (layout.size,) and table.dtype == jnp.int32, (table.shape, table.dtype, layout)
     return [table, weights]
+
+
+def _each(low: jax.Array, high: jax.Array, body: Any, carry: Any, at_once: int) -> Any:
+    """``carry = body(i, carry)`` for i in ``[low, high)``, `at_once` together as far as they go."""
+
+    def some(g: jax.Array, carry: Any) -> Any:
+        for j in range(at_once):
+            carry = body(low + g * at_once + j, carry)
+        return carry
+
+    if at_once > 1:
+        groups = lax.div(high - low, at_once)
+        carry = lax.fori_loop(0, groups, some, carry)
+        low = low + groups * at_once
+    return lax.fori_loop(low, high, body, carry)
 
 
 class _Kernel:
     """The traced body: blocks of tokens, the next block's rows on their way while one is summed."""
 
-    def __init__(self, spec: KernelSpec, refs: dict[str, Any]) -> None:
+    def __init__(self, spec: KernelSpec, refs: dict[str, Any], at_once: int) -> None:
         self.spec, self.r, self.t = spec, refs, TableLayout.of(spec)
+        self.at_once = at_once
         self.rank, self.count = refs["tab"][0], refs["tab"][2]
-        self.block = refs["sums"].shape[0]
         self.shipping = Shipping(refs, spec.axis, spec.ep, [("st", "o"), ("st_scale", "o_scale")])
 
     def tokens(self, b: jax.Array) -> tuple[jax.Array, jax.Array]:
         """First token of block `b`, and one past its last."""
-        low = b * self.block
-        return low, jnp.minimum(low + self.block, self.count)
+        low = b * self.t.block
+        return low, jnp.minimum(low + self.t.block, self.count)
 
     def pairs(self, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        low, high = self.tokens(b)
-        return self.r["tab"][self.t.first + low], self.r["tab"][self.t.first + high]
+        """First pair of block `b`, and one past its last."""
+        return self.r["tab"][self.t.blocks + b], self.r["tab"][self.t.blocks + b + 1]
 
     def start_gather(self, b: jax.Array) -> None:
         r, q = self.r, lax.rem(b, 2)
         low, high = self.pairs(b)
 
         def one(i: jax.Array, _: None) -> None:
-            source = r["x"].at[r["tab"][self.t.rows + i]]
+            source = r["x"].at[r["tab"][self.t.pairs + i] >> 1]
             pltpu.make_async_copy(source, r["rows"].at[q, i - low], r["gather_sem"].at[q]).start()
 
-        lax.fori_loop(low, high, one, None)
+        _each(low, high, one, None, self.at_once)
 
     def wait_gather(self, b: jax.Array) -> None:
         q = lax.rem(b, 2)
@@ -144,18 +174,20 @@ class _Kernel:
         pltpu.make_async_copy(got, got, self.r["gather_sem"].at[q]).wait()
 
     def sum_rows(self, b: jax.Array) -> None:
+        """Walk the block's pairs: a sum goes on within a token, and is stored after each of its pairs."""
         r, q = self.r, lax.rem(b, 2)
-        low, high = self.tokens(b)
-        base, _ = self.pairs(b)
+        low, high = self.pairs(b)
 
-        def token(i: jax.Array, _: None) -> None:
-            def add(j: jax.Array, total: jax.Array) -> jax.Array:
-                return total + r["weights"][j] * r["rows"][q, j - base].astype(jnp.float32)
+        def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            token, total = carry
+            begins = r["tab"][self.t.pairs + i] & 1
+            token = token + begins
+            row = r["weights"][i] * r["rows"][q, i - low].astype(jnp.float32)
+            total = jnp.where(begins == 1, 0.0, total) + row
+            r["sums"][token] = total
+            return token, total
 
-            start, end = r["tab"][self.t.first + i], r["tab"][self.t.first + i + 1]
-            r["sums"][i - low] = lax.fori_loop(start, end, add, jnp.zeros(r["sums"].shape[1:], jnp.float32))
-
-        lax.fori_loop(low, high, token, None)
+        _each(low, high, add, (jnp.int32(-1), jnp.zeros(r["sums"].shape[1:], jnp.float32)), self.at_once)
 
     def round_rows(self, b: jax.Array) -> None:
         """Codes and scales of the block's sums; rows past its tokens are rounded too, and stay here."""
@@ -201,16 +233,16 @@ class _Kernel:
         self.push(b)
 
     def run(self) -> None:
-        blocks = lax.div(self.count + (self.block - 1), self.block)
+        blocks = lax.div(self.count + (self.t.block - 1), self.t.block)
         pl.when(blocks > 0)(functools.partial(self.start_gather, jnp.int32(0)))
         self.shipping.enter()
         lax.fori_loop(0, blocks, lambda b, _: self.one_block(b, blocks), None)
         self.shipping.leave(self.r["tab"][1])
 
 
-def _body(spec: KernelSpec, *refs: Any) -> None:
+def _body(spec: KernelSpec, at_once: int, *refs: Any) -> None:
     names = ["tab", "weights", "x", "o", "o_scale", *(buffer.name for buffer in scratch(spec))]
-    _Kernel(spec, dict(zip(names, refs, strict=True))).run()
+    _Kernel(spec, dict(zip(names, refs, strict=True)), at_once).run()
 
 
 def presum_kernel(
@@ -239,7 +271,7 @@ def presum_kernel(
     collective: dict[str, Any] = dict(collective_id=collective_id, has_side_effects=True) if spec.ep > 1 else {}
     mean = spec.capacity // spec.ep
     call = pl.pallas_call(
-        functools.partial(_body, spec),
+        functools.partial(_body, spec, INTERPRETED_UNROLLED if interpret else UNROLLED),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(1,), in_specs=[anywhere], out_specs=[anywhere] * 2,
             scratch_shapes=[allocate(buffer) for buffer in scratch(spec)],

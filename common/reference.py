@@ -325,7 +325,8 @@ class ReferenceExecutor:
 
     @classmethod
     def run(cls, call: MoECall) -> np.ndarray:
-        """bfloat16 ``[T, H]``; float64 for the recipe "float64". `ep_size` changes nothing here."""
+        """bfloat16 ``[T, H]``; float64 for the recipe "float64". `ep_size` only says which experts share a device's sum
+        where ``recipe.wire_unit`` is ``"device"``."""
         if call.recipe.name == "float64":
             return truth(call)
         with np.errstate(invalid="ignore", over="ignore"):

@@ -9,10 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from isomoe.common.executors import make_call
 from isomoe.common.metrics import bitwise_equal, rel_l2
-from isomoe.common.numerics import BF16, E4M3
+from isomoe.common.numerics import BF16, E4M3, dequantize_rows, quantize_fp8
 from isomoe.common.recipes import Recipe
-from isomoe.common.reference import guard_lora_input
+from isomoe.common.reference import guard_lora_input, reference_moe, stages
 from isomoe.tests.matrix import FP8_SCHEMES, LORAS, ROUTINGS, SMALL, WIDE, Case, build
 
 
@@ -157,3 +158,50 @@ def test_wire_rounds_result_rows(wire: str) -> None:
     got = inputs.run("reference", recipe=Recipe("w8a16", wire=wire))
     bound = 4e-3 if wire == "bf16" else 3e-2
     assert 0 < rel_l2(got, inputs.run("reference")) < bound
+
+
+def _call(inputs, recipe: Recipe):
+    i = inputs
+    return make_call(
+        i.x, i.topk_weights, i.topk_ids, i.weights, config=i.case.config, adapters=i.adapters or None,
+        adapter_ids=i.adapter_ids, ep_size=i.case.ep, recipe=recipe,
+    )
+
+
+@pytest.mark.parametrize("wire", ["f32", "bf16", "fp8"])
+@pytest.mark.parametrize("ep", [1, 3])
+def test_one_row_travels_a_device(wire: str, ep: int) -> None:
+    """Experts 0 to 2, 3 to 5 and 6 to 7 of eight share a device; skipped ids belong to none."""
+    shape = replace(SMALL, experts_per_token=4)
+    inputs = build(Case("channel", "w8a8", "mixed", routing="skipped", ep=ep, shape=shape))
+    call = _call(inputs, Recipe("w8a8", "token", "token", wire, wire_unit="device"))
+    rows = stages(replace(call, recipe=Recipe("w8a8", "token", "token")))["delta2"]
+    if wire != "f32":
+        rows = rows.astype(BF16).astype(np.float32)
+    want = np.zeros_like(rows[:, 0])
+    for t, ids in enumerate(inputs.topk_ids):
+        for device in range(ep):
+            ks = [k for k, e in enumerate(ids) if 0 <= e < 8 and e // (8 if ep == 1 else 3) == device]
+            if not ks:
+                continue
+            partial = np.zeros_like(want[t])
+            for k in ks:
+                partial += inputs.topk_weights[t, k] * rows[t, k]
+            if wire == "bf16":
+                partial = partial.astype(BF16).astype(np.float32)
+            if wire == "fp8":
+                partial = dequantize_rows(*quantize_fp8(partial[None], "token"), "token")[0]
+            want[t] += partial
+    assert rel_l2(reference_moe(call), want) <= 1e-6
+
+
+def test_fp8_rows_are_rounded_back_for_w8a16() -> None:
+    inputs = build(Case("channel", "w8a16"))
+    codes = quantize_fp8(inputs.x.astype(np.float32), "token")
+    rounded = replace(inputs, x=dequantize_rows(*codes, "token").astype(BF16))
+    got = reference_moe(_call(inputs, Recipe("w8a16", x_wire="fp8")))
+    assert bitwise_equal(got, reference_moe(_call(rounded, Recipe("w8a16"))))
+    assert rel_l2(got, reference_moe(_call(inputs, Recipe("w8a16")))) > 1e-2
+    for name in ("w8a8", "bf16"):
+        with pytest.raises(ValueError, match=f"x_wire: got 'fp8' with recipe '{name}', want it only with w8a16"):
+            Recipe(name, *(("token", "token") if name == "w8a8" else ()), x_wire="fp8")

@@ -211,6 +211,8 @@ def reference_moe(call: MoECall, found: dict[str, np.ndarray] | None = None) -> 
     """The declared recipe, float32 ``[T, H]`` before the final rounding to bfloat16; `found` gathers `stages`."""
     x = call.x.astype(np.float32)
     if call.recipe.x_wire == "fp8":
+        if call.uses_adapters:
+            raise ValueError("recipe: got x_wire='fp8' with adapters, which need the original rows")
         x = bf16_round(dequantize_rows(*quantize_fp8(x, "token"), "token"))
     tokens_n, k_n = call.topk_ids.shape
     results = np.zeros((tokens_n, k_n, call.config.hidden_dim), np.float32)

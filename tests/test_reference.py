@@ -202,6 +202,8 @@ def test_fp8_rows_are_rounded_back_for_w8a16() -> None:
     got = reference_moe(_call(inputs, Recipe("w8a16", x_wire="fp8")))
     assert bitwise_equal(got, reference_moe(_call(rounded, Recipe("w8a16"))))
     assert rel_l2(got, reference_moe(_call(inputs, Recipe("w8a16")))) > 1e-2
+    with pytest.raises(ValueError, match="x_wire='fp8' with adapters, which need the original rows"):
+        reference_moe(_call(build(Case("channel", "w8a16", "one")), Recipe("w8a16", x_wire="fp8")))
     for name in ("w8a8", "bf16"):
         with pytest.raises(ValueError, match=f"x_wire: got 'fp8' with recipe '{name}', want it only with w8a16"):
             Recipe(name, *(("token", "token") if name == "w8a8" else ()), x_wire="fp8")

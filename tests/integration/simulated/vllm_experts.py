@@ -344,7 +344,8 @@ def test_expert_parallel_ranks_sum_to_the_layer(make_layer: Any, ranks: int, pla
         part = isomoe.MoEWeights(
             "block", weights.w13[local], weights.w2[local], weights.w13_scale[local], weights.w2_scale[local]
         )
-        mine = experts_module.IsomoeExperts(experts.moe_config, replace_scales(experts.quant_config, part))
+        scales = to_torch(part.w13_scale), to_torch(part.w2_scale)
+        mine = experts_module.IsomoeExperts(experts.moe_config, with_scales(experts.quant_config, *scales))
         if adapters:
             mine.set_lora_context(rank_context(adapter, local, slots))
         out = torch.full((TOKENS, HIDDEN), float("nan"), dtype=torch.bfloat16)
@@ -377,6 +378,57 @@ def rank_context(adapter: isomoe.LoRAAdapter, local: np.ndarray, slots: list[int
     )  # fmt: skip
 
 
+class GatheringGroup:
+    """vLLM's expert-parallel group seen from one rank: everyone's tensors come, and its own rows go back."""
+
+    def __init__(self, everyone: list[torch.Tensor], own: slice) -> None:
+        self.everyone, self.own = everyone, own
+        self.combined: list[torch.Tensor] = []
+
+    def dispatch(self, *local: torch.Tensor, extra_tensors: Any = None, **_: Any) -> tuple[torch.Tensor, ...]:
+        assert extra_tensors is None, "rows travel unquantised, without scales"
+        for mine, whole in zip(local, self.everyone, strict=True):
+            assert torch.equal(mine, whole[self.own])
+        return tuple(self.everyone)
+
+    def allocate_combine_input(self, shape: Any, dtype: Any, device: Any, **_: Any) -> torch.Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+    def combine(self, rows: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.combined.append(rows.clone())
+        return rows[self.own]
+
+    def combine_into_output(self, rows: torch.Tensor, output: torch.Tensor, **options: Any) -> None:
+        output.copy_(self.combine(rows, **options))
+
+
+@pytest.mark.parametrize("name", ["block", "compressed_tensors"])
+def test_tokens_gathered_from_two_ranks(make_layer: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Data-parallel EP through vLLM's own prepare and finalize steps, ranks with 5 and 7 tokens."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep
+
+    layer = make_layer(name)
+    experts = layer.routed.quant_method.moe_kernel.fused_experts
+    x, picked = random_rows(21), routing(TOKENS, TOP_K, EXPERTS)
+    total = torch.zeros((TOKENS, HIDDEN))
+    for rank, own in enumerate((slice(0, 5), slice(5, TOKENS))):
+        _, expert_map, _ = determine_expert_map(2, rank, EXPERTS, "linear")
+        local = expert_map >= 0
+        scales = [s[local] for s in (experts.w1_scale, experts.w2_scale)]
+        group = GatheringGroup([to_torch(x), picked.weights, picked.ids], own)
+        monkeypatch.setattr(naive_dp_ep, "get_ep_group", lambda group=group: group)
+        mine = experts_module.IsomoeExperts(experts.moe_config, with_scales(experts.quant_config, *scales))
+        step = naive_dp_ep.MoEPrepareAndFinalizeNaiveDPEPModular(num_dispatchers=2)
+        out = mk.FusedMoEKernel(step, mine).apply(
+            to_torch(x)[own], layer.routed.w13_weight[local], layer.routed.w2_weight[local], picked.weights[own],
+            picked.ids[own], layer.routed.activation, EXPERTS, expert_map, False,
+        )  # fmt: skip
+        assert out.shape == (own.stop - own.start, HIDDEN) and len(group.combined) == 1
+        total += group.combined[0].float()
+    assert rel_l2(to_numpy(total.bfloat16()), layer.reference(x, picked)) <= TO_RECIPE.bound
+
+
 @pytest.mark.parametrize("name", ["block", "compressed_tensors"])
 def test_experts_moved_in_place_are_followed(make_layer: Any, name: str) -> None:
     """What load balancing (EPLB) does: vLLM rewrites the tensors it finds, and routes to where experts then are."""
@@ -394,12 +446,14 @@ def test_experts_moved_in_place_are_followed(make_layer: Any, name: str) -> None
     assert bitwise_equal(layer(x, picked), before)
 
 
-def replace_scales(quant_config: Any, part: isomoe.MoEWeights) -> Any:
+def with_scales(quant_config: Any, w1_scale: torch.Tensor, w2_scale: torch.Tensor) -> Any:
+    """A rank's share of a layer's quantisation config."""
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
 
     return fp8_w8a8_moe_quant_config(
-        w1_scale=to_torch(part.w13_scale), w2_scale=to_torch(part.w2_scale), block_shape=quant_config.block_shape
-    )
+        w1_scale=w1_scale, w2_scale=w2_scale, block_shape=quant_config.block_shape,
+        per_act_token_quant=quant_config.per_act_token_quant,
+    )  # fmt: skip
 
 
 def test_quantised_rows_are_refused(make_layer: Any) -> None:

@@ -180,6 +180,12 @@ _HLO = """HloModule jit_layer
   ROOT %add.1 = s32[8]{0:T(128)} fusion(%p), kind=kLoop, backend_config={"estimated_cycles":"2500"}
 }
 
+%cond (p: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %eight = s32[]{:T(128)} constant(8)
+  ROOT %lt = pred[]{:T(512)} compare(%p, %eight), direction=LT
+}
+
 ENTRY %main (a: s32[8]) -> s32[8] {
   %a = s32[8]{0:T(128)} parameter(0)
   %small = s32[8]{0:T(128)} fusion(%a), kind=kLoop, backend_config={"estimated_cycles":"2300"}
@@ -191,7 +197,7 @@ ENTRY %main (a: s32[8]) -> s32[8] {
 }}, custom_call_target="tpu_custom_call"
   %row.1 = f32[4]{0} fusion(%moe.1), kind=kCustom
   %row.2 = f32[4]{0} fusion(%moe.1), kind=kCustom
-  ROOT %loop = s32[8]{0} while(%a), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"8"}}
+  ROOT %loop = s32[8]{0} while(%a), condition=%cond, body=%body, metadata={op_name="while"}
 }
 """
 

@@ -4,7 +4,8 @@
 A cell is one layer, batch, generation, device count and adapter load. Each is compiled once in a process of its own
 and kept under the output folder, keyed by the sources that shape the program, so an interrupted run goes on where it
 stopped and a change of the model compiles nothing. Cells with adapters or block scales compile the expert kernel
-alone; what XLA runs around it is taken from the same cell without.
+alone; what XLA runs around it is taken from the same cell without. So do cells of more than `WHOLE_TOKENS` tokens,
+because libtpu takes ten minutes for their sorts; what XLA runs around those is estimated, and the row says so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .time_model import (
     LAUNCH_MOST_US,
     LAUNCH_US,
     VisitCost,
+    estimate_glue,
     matrix_elements,
     pair_bytes,
     present_pairs,
@@ -44,7 +46,7 @@ from .xla_ops import Glue
 
 SCHEMES = ("channel", "block")
 WIRES = ("bf16", "fp8")
-EXACT, POLICY = "exact", "per_channel"
+WHOLE_TOKENS = 2048
 # The modules whose text decides what is compiled and how its dump is read.
 _SHAPING = (
     "combine", "ep_moe", "expert_kernel", "kernel_loops", "layout", "llo", "numerics", "plan", "presum", "shipping",
@@ -210,15 +212,19 @@ def _row(
             topology, config, cell.tokens, scheme=cell.scheme, max_loras=cell.loras, max_lora_rank=cell.rank,
             transport=AUTO, dispatch=AUTO, fp8_wire=fp8, fp8_input=fp8, ep=cell.ep,
         )
-        what = "layer" if plain is None or "error" in plain else "kernel"
+        alone = cell.tokens > WHOLE_TOKENS or (plain is not None and "error" not in plain)
+        what = "kernel" if alone else "layer"
         made, known = store.get(
             json.dumps({**request, "what": what}, sort_keys=True),
             lambda: asdict(compile_layer(request, spec, schedule=True, what=what)),
         )
         say(f"  {what} already compiled" if known else f"  {what} compiled in {made['compile_s']:.0f} s")
-        if plain is not None and what == "kernel":
+        if cell.tokens > WHOLE_TOKENS:
+            made = {**made, "around": asdict(estimate_glue(spec))}
+        elif plain is not None and what == "kernel":
             made = {**made, "around": plain["around"]}
-        row |= {"compiled": what, **ledger(cell, config, topology, spec, _compiled(made))}
+        row |= {"compiled": what, "around_estimated": cell.tokens > WHOLE_TOKENS}
+        row |= ledger(cell, config, topology, spec, _compiled(made))
     except (ValueError, RuntimeError) as error:
         row["error"] = " ".join(str(error).split())[:500]
         say(f"  refused: {row['error'][:160]}")

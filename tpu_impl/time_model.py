@@ -184,17 +184,22 @@ def expert_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, 
 
 
 def presum_us(gen: Generation, clock: float, spec: KernelSpec, config: FusedMoEConfig) -> float:
-    """The kernel that sums a token's rows before they travel: bytes, or its loops, which take a row at a time.
+    """The kernel that sums a token's rows before they travel: bytes, or its loops.
 
-    Bundles are those of libtpu's schedules at H 2048 and 6144, linear in between: a pair is copied and added, a token
-    set up and rounded.
+    Bundles are those of libtpu's schedules at H 2048 and 6144, linear in between: a pair is copied and added, a
+    token's sum is rounded.
     """
     if not spec.transport.startswith("presum"):
         return 0.0
     pairs = spec.capacity / spec.ep
     tokens = spec.tokens * share_reached(config.num_experts, config.experts_per_token, spec.ep)
-    bundles = pairs * (20.5 + 1.25 * spec.hidden / 1024) + tokens * (16.6 + 2.33 * spec.hidden / 1024)
+    bundles = pairs * (10 + 1.05 * spec.hidden / 1024) + tokens * (5.6 + 1.84 * spec.hidden / 1024)
     return max(bundles / clock, (2 * pairs + tokens) * spec.hidden / gen.hbm_gbps) / 1e3
+
+
+def arrivals(spec: KernelSpec) -> int:
+    """Latencies of a kernel that sends rows itself: its entry barrier, and its last row."""
+    return 0 if spec.transport.startswith("rs") else 2
 
 
 def hops(fabric: Fabric) -> int:
@@ -241,8 +246,7 @@ def model_time(
     kernel = mean(lambda n: max(hbm_us(n), compute_us(n)))
     plan = around.cycles / clock / 1e3
     launches = around.launches * LAUNCH_US
-    # Each collective, the kernel's entry barrier, and the last pushed row.
-    latency = (around.collectives + (2 if spec.pushes else 0)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
+    latency = (around.collectives + arrivals(spec)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
     sums = presum_us(gen, clock, spec, config)
     links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel, sums)
     return ModelTime(
@@ -346,7 +350,7 @@ def estimate_time(
     traffic, sums = traffic_of(spec, config, num_tokens), presum_us(gen, gen.clock_ghz, spec, config)
     rows = num_tokens * config.experts_per_token / spec.ep
     plan, launches = around.cycles / clock / 1e3, around.launches * LAUNCH_US
-    latency = (around.collectives + (2 if spec.pushes else 0)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
+    latency = (around.collectives + arrivals(spec)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
     spread = row_distribution(num_tokens, config.experts_per_token, config.num_experts)
     hbm = spec.experts * sum(chance * expert_bytes(spec, n) for n, chance in spread) / gen.hbm_gbps / 1e3
     links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel, sums)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][a-z0-9-]*)\(")
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(")
 _ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"condition=%(\S+?)[,\s]")
+_BOUND = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 _SCALAR = re.compile(r"\w+\[\]")
 _BODY = re.compile(r"body=%(\S+?)[,\s]")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -32,6 +33,8 @@ SORT_BUNDLES = 4
 """Of one vector register, operand and step of a bitonic sort, which libtpu unrolls for a few thousand elements (there
 3.8 were counted); in larger ones a loop's body counts once, so they are computed."""
 REGISTER = 1024
+GATHER_BUNDLES = 11
+"""Of each KiB that a row gather brings, where libtpu unrolls it (4420 for 64 rows of 6 KiB); larger ones are loops."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def operations(hlo: str) -> list[Op]:
-    """Operations of a call in program order, those of loops as often as their known trip count says.
+    """Operations of a call in program order, those of loops as often as the largest number in the loop's condition
+    says: counted loops are all there are.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -101,9 +105,10 @@ def operations(hlo: str) -> list[Op]:
             if match is None:
                 continue
             if match["opcode"] == "while":
-                body, trips = _BODY.search(line), _TRIPS.search(line)
-                if body:
-                    yield from walk(body[1], times * (int(trips[1]) if trips else 1))
+                body, condition = _BODY.search(line), _CONDITION.search(line)
+                if body and condition:
+                    bounds = [int(n) for text in bodies[condition[1]] for n in _BOUND.findall(text)]
+                    yield from walk(body[1], times * max(bounds, default=1))
             estimate = _ESTIMATE.search(line)
             yield Op(match["name"], match["opcode"], match["shape"], times, int(estimate[1]) if estimate else None)
 
@@ -128,6 +133,12 @@ def sort_bundles(shape: str) -> int:
     return SORT_BUNDLES * steps * (steps + 1) // 2 * -(-sizes[0] // REGISTER) * len(sizes)
 
 
+def gather_bundles(shape: str) -> int:
+    """Bundles of gathering rows into an array of a shape, such as ``f8e4m3fn[64,6144]{1,0}``."""
+    match = re.match(r"[a-z]+(\d+)\w*\[(\d+),(\d+)\]", shape)
+    return 0 if match is None else math.ceil(GATHER_BUNDLES * int(match[1]) // 8 * int(match[2]) * int(match[3]) / 1024)
+
+
 def glue(hlo: str, bundles: Mapping[str, int], kernel: str) -> Glue:
     """Add up everything but the kernel whose name starts with `kernel`.
 
@@ -149,6 +160,8 @@ def glue(hlo: str, bundles: Mapping[str, int], kernel: str) -> Glue:
         scheduled = bundles.get(op.name, alike.get((op.opcode, op.shape), 0))
         if op.opcode == "sort":
             scheduled = max(scheduled, sort_bundles(op.shape))
+        elif "gather" in op.name and op.opcode == "fusion":
+            scheduled = max(scheduled, gather_bundles(op.shape))
         beyond = max(0, op.estimate - allowance) if op.estimate is not None else 0
         work = op.times * max(scheduled, beyond)
         cycles += work

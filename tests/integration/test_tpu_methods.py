@@ -60,12 +60,13 @@ def build(
     import torch
     from tpu_inference.layers.vllm.quantization import get_tpu_quantization_config
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers import fused_moe
 
+    factory = getattr(fused_moe, "FusedMoE", None) or fused_moe.FusedMoEFactory
     vllm_config.quant_config = get_tpu_quantization_config(vllm_config, mesh)
     vllm_config.quant_config.packed_modules_mapping = {}
     with set_current_vllm_config(vllm_config):
-        runner = FusedMoE(
+        runner = factory(
             num_experts=experts, top_k=TOP_K, hidden_size=hidden, intermediate_size=inter,
             params_dtype=torch.bfloat16, quant_config=vllm_config.quant_config, prefix=next(_prefixes), **options,
         )

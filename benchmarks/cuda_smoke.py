@@ -24,6 +24,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run")
     args = parser.parse_args(arguments)
     results.clear()
+    steps: list[Callable[[], None]]
     if args.device == "cuda":
         if _runtime.INTERPRETED or not torch.cuda.is_available():
             parser.error("no CUDA device here; --device cpu is a dry run")

@@ -61,6 +61,15 @@ def worker(rank: int, port: int, folder: str) -> None:
                     x[mine], tw[mine], topk[mine], weights, placement, recipe=case.recipe, adapters=adapters,
                     adapter_ids=None if ids is None else ids[mine], token_counts=counts, wire=wire,
                 )  # fmt: skip
+            if strategy == "linear" and case is not W8A16:
+                results[f"chunks {case.scheme}"] = ep.fused_moe_gathered(
+                    x[mine], tw[mine], topk[mine], weights, placement, recipe=case.recipe, adapters=adapters,
+                    adapter_ids=None if ids is None else ids[mine], token_counts=COUNTS, gather="bf16", chunks=2,
+                )  # fmt: skip
+    with pytest.raises(ValueError, match="gather: got 'fp8'"):
+        ep.fused_moe_gathered(
+            x[mine], tw[mine], topk[mine], weights, placement, recipe="w8a16", token_counts=COUNTS, gather="fp8"
+        )
     with pytest.raises(ValueError, match="ep_size=2"):
         ep.fused_moe_replicated(x, tw, topk, weights, ExpertPlacement(4, 2))
     with pytest.raises(ValueError, match="rank"):

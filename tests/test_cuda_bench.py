@@ -270,7 +270,7 @@ def test_the_clock_takes_the_flush_off(monkeypatch: pytest.MonkeyPatch) -> None:
                 now[0] += cost
 
     class Capture:
-        def __init__(self, graph: Graph) -> None:
+        def __init__(self, graph: Graph, capture_error_mode: str) -> None:
             self.graph = graph
 
         def __enter__(self) -> None:
@@ -292,8 +292,8 @@ def test_the_clock_takes_the_flush_off(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[float] = []
 
     class Dry(clock.GraphClock):
-        def __init__(self) -> None:
-            self.graph_us, self.budget_ms, self._flush_graph = 2000.0, 1.0, None
+        def __init__(self, fixed: tuple[int, int] | None = None) -> None:
+            self.graph_us, self.budget_ms, self.fixed, self._flush_graph = 2000.0, 1.0, fixed, None
 
         def _flush(self) -> None:
             log.append(50.0)
@@ -312,6 +312,9 @@ def test_the_clock_takes_the_flush_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["a"].us == pytest.approx(8.0) and found["b"].us == pytest.approx(3000.0)
     assert found["a"].spread == pytest.approx(0.0, abs=1e-6) and len(found["a"].rounds) == 3
     assert found["c"] == "RuntimeError: not permitted"
+    made = []
+    ranks = Dry((3, 4)).time({"a": [lambda: (made.append(1), log.append(7.0))]}, 1)
+    assert ranks["a"].us == pytest.approx(7.0) and len(made) == 2 + 3  # warm-up, and the passes of one graph
 
 
 @pytest.mark.parametrize(

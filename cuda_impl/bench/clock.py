@@ -59,10 +59,14 @@ class GraphClock:
     Args:
       graph_us: time that one graph's calls should fill, microseconds.
       budget_ms: time of one round of one name, milliseconds.
+      fixed: passes of a graph and replays of a round, instead of what those two give: ranks that time collectives
+        together must make the same number of calls.
     """
 
-    def __init__(self, graph_us: float = 2000.0, budget_ms: float = 20.0) -> None:
-        self.graph_us, self.budget_ms = graph_us, budget_ms
+    def __init__(
+        self, graph_us: float = 2000.0, budget_ms: float = 20.0, fixed: tuple[int, int] | None = None
+    ) -> None:
+        self.graph_us, self.budget_ms, self.fixed = graph_us, budget_ms, fixed
         l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
         programs = max(1, 2 * l2 // (4 * _BLOCK))
         self._lines = torch.zeros(programs * _BLOCK, dtype=torch.float32, device="cuda")
@@ -80,7 +84,8 @@ class GraphClock:
 
     def _capture(self, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads (NCCL's watchdog) may query events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             body()
         return graph
 
@@ -107,6 +112,8 @@ class GraphClock:
                     self._flush()
                     call()
 
+        if self.fixed is not None:
+            return self._capture(functools.partial(body, self.fixed[0])), self.fixed[0] * len(calls)
         once = self._capture(functools.partial(body, 1))
         # Several passes where they are short: the gap between two graphs is then shared by many calls.
         repeats = max(1, min(16 // len(calls), int(self.graph_us / self._replay_us(once, 3))))
@@ -129,7 +136,8 @@ class GraphClock:
             except RuntimeError as error:
                 results[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
                 continue
-            graphs[name] = graph, count, max(5, min(200, int(self.budget_ms * 1e3 / once)))
+            replays = self.fixed[1] if self.fixed is not None else max(5, min(200, int(self.budget_ms * 1e3 / once)))
+            graphs[name] = graph, count, replays
         found: dict[str, list[float]] = {name: [] for name in graphs}
         order = list(graphs)
         for turn in range(rounds):

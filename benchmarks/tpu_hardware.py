@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check and time whole expert-parallel FP8 MoE layers on a TPU, beside published figures.
 
-    python benchmarks/tpu_hardware.py --model qwen3-coder-30b --tokens 64,512,8192 --transport push_bf16,presum_fp8 \
-        --lora 0,8x16 --ablate ,no_ship --out tpu.jsonl
+    python benchmarks/tpu_hardware.py --model qwen3-coder-30b --tokens 64,512,8192 --transport push_bf16,presum_fp8 --out r.jsonl
+    python benchmarks/tpu_hardware.py --model qwen3-coder-480b --tokens 512 --lora 0,8x16,8x64 --ablate ,no_ship,no_dots
 
 A cell is one layer call after routing (gather, plan, kernel, sum) with experts over all devices, random FP8 weights
 and random or recorded routing (`--routing FILE.npz` with `topk_ids` and `topk_weights`). Before it is timed, a sample
@@ -10,9 +10,9 @@ of its rows is held against the numpy reference of the recipe the build declares
 Builds with stages left out (`--ablate`) are wrong on purpose: they are timed and not checked.
 
 Time is that of the device by default (`--timer trace`): the duration of the layer's module in jax's profiler, the
-slowest device of each call, median, least and most of `--repeats` calls. `--timer calls` takes host time over
-calls in a row until the last result is there, divided by their number: it includes dispatch where that is slower.
-`--compare` also times tpu-inference's `fused_ep_moe`, which routes inside, if it can be imported.
+slowest device of each call, median, least and most of `--repeats` calls queued at once. `--timer calls` takes host
+time over calls in a row until the last result is there, divided by their number: it includes dispatch where that is
+slower. `--compare` also times tpu-inference's `fused_ep_moe`, which routes inside, if it can be imported.
 
 `--dry-run` runs a tiny layer on virtual CPU devices, interpreted, to test this script; its times mean nothing.
 """
@@ -252,7 +252,7 @@ class Model:
         if cell.ablate:
             layer = ep_moe.interpreted_layer if self.interpreted else ep_moe.layer
             return lambda: layer(x, weights, ids, slots, tensors, None, build=build)
-        whole = functools.partial(ep_moe.fused_moe_ep, build=build)
+        whole: Callable[..., Any] = functools.partial(ep_moe.fused_moe_ep, build=build)
         if not self.interpreted:
             whole = jax.jit(whole)  # one module, also where a batch is cut to fit scalar memory
         return lambda: whole(x, weights, ids, tensors, adapter_slots=slots)
@@ -343,8 +343,8 @@ def _traced(call: Callable[[], Any], repeats: int) -> list[float]:
 
     with tempfile.TemporaryDirectory(prefix="isomoe-trace-") as folder:
         with jax.profiler.trace(folder):
-            for _ in range(repeats):
-                jax.block_until_ready(call())
+            # Queued: a device that the host starts late would keep the others waiting, and that would count.
+            jax.block_until_ready([call() for _ in range(repeats)])
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         if not files:
             raise RuntimeError("profile: jax wrote none; --timer calls needs no profile")

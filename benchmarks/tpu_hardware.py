@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check and time whole expert-parallel FP8 MoE layers on a TPU, beside published figures.
 
-    python benchmarks/tpu_hardware.py --model qwen3-coder-30b --tokens 64,512,8192 --transport push_bf16,presum_fp8 --out r.jsonl
-    python benchmarks/tpu_hardware.py --model qwen3-coder-480b --tokens 512 --lora 0,8x16,8x64 --ablate ,no_ship,no_dots
+    python benchmarks/tpu_hardware.py --model qwen3-coder-30b --tokens 64,512,8192 --transport push_bf16,presum_fp8
+    python benchmarks/tpu_hardware.py --model qwen3-coder-480b --tokens 512 --lora 8x16,8x64 --ablate ,no_ship --out r
 
 A cell is one layer call after routing (gather, plan, kernel, sum) with experts over all devices, random FP8 weights
 and random or recorded routing (`--routing FILE.npz` with `topk_ids` and `topk_weights`). Before it is timed, a sample

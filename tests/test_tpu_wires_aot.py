@@ -10,7 +10,7 @@ import importlib.util
 
 import pytest
 
-from isomoe.common.config import FusedMoEConfig
+from isomoe.common.config import FusedMoEConfig, FusedMoEParallelConfig
 from isomoe.common.presets import MODELS
 from isomoe.tpu_impl.aot import _worker, aot_compile, plan_request
 from isomoe.tpu_impl.spec import ABLATIONS, TRANSPORTS
@@ -36,7 +36,9 @@ def _code_bytes(config: FusedMoEConfig, tokens: int, ablate: str, transport: str
     return _worker({**request, "what": "layer", "ablate": ablate}, None)["code_bytes"]
 
 
-@pytest.mark.parametrize("topology", ["v6e:2x4", *(pytest.param(t, marks=pytest.mark.slow) for t in TOPOLOGIES)])
+@pytest.mark.parametrize(
+    "topology", [t if t == "v6e:2x4" else pytest.param(t, marks=pytest.mark.slow) for t in TOPOLOGIES]
+)
 def test_one_fp8_row_a_token_and_device(topology: str) -> None:
     report = aot_compile(
         topology, SMALL, 32, scheme="channel", transport="presum_fp8", max_loras=3, max_lora_rank=16, schedule=False
@@ -76,3 +78,12 @@ def test_production_layers(topology: str, tokens: int) -> None:
             topology, MODELS[name].config, tokens, scheme="channel", transport="presum_fp8", schedule=False
         )
         assert report.ep == (4 if topology.startswith("v5p") else 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tokens_replicated_over_a_second_axis(transport: str) -> None:
+    """Four devices share the experts, twice: barriers and rows stay inside each group."""
+    parallel = FusedMoEParallelConfig(ep_size=4, use_ep=True)
+    half = FusedMoEConfig(16, 2, 512, 256, moe_parallel_config=parallel)
+    assert aot_compile("v6e:2x4", half, 32, scheme="channel", transport=transport, schedule=False).ep == 4

@@ -66,4 +66,5 @@ def answer(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this file's folder, which has a tpu_inference of its own
     print(json.dumps(answer(json.load(sys.stdin))), flush=True)

@@ -101,6 +101,7 @@ class Served:
             lora_manager = self.lora_manager
             state = self.params
             state_leaves = self.params
+            refresh_state_leaves = staticmethod(lambda: None)  # tpu-inference 0.32 asks for it; `state` is read here
             input_batch = SimpleNamespace(make_lora_inputs=lambda _: (by_prompt, by_token, set(requests.values())))
 
         runner = Runner()

@@ -219,6 +219,10 @@ def _num_valid_tokens(mesh: Mesh) -> jax.Array | None:
     return None if starts is None else (jax_view(starts) if isinstance(starts, torch.Tensor) else starts)[-1]
 
 
+# Where vLLM keeps ``enable_return_routed_experts``: 0.26's place and 0.32's.
+_ROUTED_EXPERTS_SWITCH = ("model_config", "aux_output_config")
+
+
 def _report_routed_experts(ids: jax.Array) -> None:
     """Hand the chosen experts to the model step where it returns them (``enable_return_routed_experts``)."""
     from tpu_inference.models.vllm.vllm_model_wrapper_context import get_vllm_model_wrapper_context
@@ -227,8 +231,8 @@ def _report_routed_experts(ids: jax.Array) -> None:
         context = get_vllm_model_wrapper_context()
     except AssertionError:  # a layer run outside a model step
         return
-    config = context.vllm_config
-    if config is not None and config.model_config.enable_return_routed_experts:
+    holders = (getattr(context.vllm_config, name, None) for name in _ROUTED_EXPERTS_SWITCH)
+    if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):
         context.expert_indices_list.append(ids)
 
 

@@ -13,7 +13,7 @@ help:
 	@echo "make run    the parity job: sample checkpoints through every executor, table + parity-out/"
 	@echo "make test   the test suite"
 	@echo "make test-slow   what it leaves out: the same paths on more kernels and at real dimensions"
-	@echo "make test-integration   inside real vLLM and tpu-inference, on the CPU; installs both (12 GB)"
+	@echo "make test-integration   inside real vLLM and tpu-inference, on the CPU; installs both (11 GB)"
 	@echo "make lint   ruff, mypy, import contracts"
 
 # torch first and by its exact version: a range would let pip prefer a newer, larger build where one is on offer.

@@ -249,7 +249,7 @@ def plan_request(
     if AUTO in (dispatch, transport):
         dispatch, transport = resolve_wires(
             gen, Fabric.of(gen, grid, ep), config, num_tokens, scheme=scheme, recipe=recipe, max_loras=max_loras,
-            max_lora_rank=max_lora_rank, dispatch=dispatch, transport=transport, fp8_wire=fp8_wire,
+            max_lora_rank=max_lora_rank, dispatch=dispatch, transport=transport, fp8_wire=fp8_wire, fp8_input=fp8_input,
         )
     blocks = choose_blocks(
         gen.name, config, num_tokens, ep=ep, scheme=scheme, recipe=recipe, max_loras=max_loras,

@@ -33,8 +33,13 @@ class KernelLoops:
 
 
 def _bodies(start: int, end: int, landings: tuple[int, ...], count: int) -> list[tuple[int, int]]:
-    """The last `count` conditional bodies between two bundles: each ends where its jump lands."""
+    """The last `count` conditional bodies between two bundles: each ends where its jump lands.
+
+    A jump to the very end carries another label there.
+    """
     inside = [at for at in landings if start < at <= end]
+    if len(inside) == count - 1:
+        inside.append(end)
     if len(inside) < count:
         raise RuntimeError(
             f"schedule: got {len(inside)} conditional bodies in bundles {start} to {end}, want {count} tile heights"

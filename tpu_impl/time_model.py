@@ -321,7 +321,7 @@ def roofline(
 def estimate_kernel_us(gen: Generation, spec: KernelSpec, config: FusedMoEConfig, num_tokens: int) -> float:
     """The kernel's time without a schedule: bytes and dots, padded to tile heights, at `MXU_SHARE` of peak."""
     spread = row_distribution(num_tokens, config.experts_per_token, config.num_experts)
-    peak = peak_tflops(gen, spec.recipe) * MXU_SHARE
+    peak = peak_tflops(gen, spec.recipe) * (MXU_SHARE_E4M3 if gen.native_e4m3 else MXU_SHARE)
 
     def one(rows: int) -> float:
         hbm = expert_bytes(spec, rows) / gen.hbm_gbps / 1e3
@@ -366,5 +366,5 @@ SUMMED_ROW, SUMMED_COLUMN = 45, 0.0232
 """What compiled layers have around their kernels (docs/tpu-performance.md), and cycles of a row that XLA brings into
 the final sum."""
 
-MXU_SHARE = 0.5
-"""Of peak, what compiled prefill schedules reach all in (v7x 0.5, v6e 0.7); used only where there is no schedule."""
+MXU_SHARE_E4M3, MXU_SHARE = 0.5, 0.85
+"""Of peak, what compiled prefill schedules reach all in, on v7x and elsewhere; used only where there is no schedule."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .safe_files import TensorFileError, clean, match_pattern, read_json
+from .safe_files import TensorFileError, clean, match_pattern, read_json, shown
 
 MAX_PATTERNS = 256
 _LITERAL = re.compile(r"[\w.\-]+")
@@ -47,7 +48,7 @@ class _Patterns:
         if value is None:
             value = {}
         if not isinstance(value, dict) or not all(_is_number(v) for v in value.values()):
-            raise TensorFileError(f"adapter_config.json: {key}: got {clean(value)}, want names to numbers")
+            raise TensorFileError(f"adapter_config.json: {key}: got {shown(value)}, want names to numbers")
         self.literal: dict[str, tuple[int, float]] = {}
         self.expressions: list[tuple[int, str, float]] = []
         for order, (name, number) in enumerate(value.items()):
@@ -72,7 +73,21 @@ class _Patterns:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, not converted: an integer of JSON may be too long for a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def as_scaling(label: str, value: float) -> np.float32:
+    """A factor on B as float32.
+
+    Raises:
+      TensorFileError: float32 has only infinity or zero for it.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        scaling = np.float32(value)
+    if not np.isfinite(scaling) or (scaling == 0) != (value == 0):
+        raise TensorFileError(f"{label}: got a scaling of {value:g}, want one that float32 holds")
+    return scaling
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,7 @@ class AdapterSettings:
           where: the tensor, for messages.
 
         Raises:
-          TensorFileError: the config says another rank, so that alpha / r has no meaning here.
+          TensorFileError: the config says another rank, so that alpha / r has no meaning here; or no float32 holds it.
         """
         r = self._ranks.get(module, self._r)
         if r != rank:
@@ -112,7 +127,7 @@ class AdapterSettings:
                 "file is right"
             )
         alpha = self._alphas.get(module, self._alpha)
-        return np.float32(alpha / math.sqrt(rank) if self._rslora else alpha / rank)
+        return as_scaling(where, alpha / math.sqrt(rank) if self._rslora else alpha / rank)
 
 
 def read_adapter_config(root: Path) -> AdapterSettings:
@@ -125,7 +140,7 @@ def read_adapter_config(root: Path) -> AdapterSettings:
     for key, (allowed, reason) in _REFUSED.items():
         value = config.get(key)
         if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
-            raise TensorFileError(f"adapter_config.json: {key}: got {clean(value)}: refused, {reason}")
+            raise TensorFileError(f"adapter_config.json: {key}: got {shown(value)}: refused, {reason}")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_RESIDUAL_INITS):
         raise TensorFileError(
@@ -134,20 +149,20 @@ def read_adapter_config(root: Path) -> AdapterSettings:
         )
     saved = config.get("modules_to_save") or ()
     if not isinstance(saved, (list, tuple)) or not all(isinstance(m, str) for m in saved):
-        raise TensorFileError(f"adapter_config.json: modules_to_save: got {clean(saved)}, want a list of names")
+        raise TensorFileError(f"adapter_config.json: modules_to_save: got {shown(saved)}, want a list of names")
     for module in saved:
         if "experts" in module.split("."):
             raise TensorFileError(
                 f"adapter_config.json: modules_to_save: got {clean(module)}: refused, whole experts are no LoRA delta"
             )
     r, alpha = config.get("r"), config.get("lora_alpha", config.get("alpha"))
-    if type(r) is not int or r < 1:
-        raise TensorFileError(f"adapter_config.json: r: got {clean(r)}, want a positive integer")
+    if type(r) is not int or not 0 < r < 2**31:
+        raise TensorFileError(f"adapter_config.json: r: got {shown(r)}, want a positive integer")
     if not _is_number(alpha):
-        raise TensorFileError(f"adapter_config.json: lora_alpha: got {clean(alpha)}, want a finite number")
+        raise TensorFileError(f"adapter_config.json: lora_alpha: got {shown(alpha)}, want a finite number")
     rslora = config.get("use_rslora") or False
     if not isinstance(rslora, bool):
-        raise TensorFileError(f"adapter_config.json: use_rslora: got {clean(rslora)}, want a bool")
+        raise TensorFileError(f"adapter_config.json: use_rslora: got {shown(rslora)}, want a bool")
     return AdapterSettings(
         base_model=clean(config.get("base_model_name_or_path") or ""),
         peft_version=clean(config.get("peft_version") or ""),

@@ -29,12 +29,12 @@ from pathlib import Path
 
 import numpy as np
 
-from .adapter_config import AdapterSettings, read_adapter_config
+from .adapter_config import AdapterSettings, as_scaling, read_adapter_config
 from .checkpoints import BLOCKS, PREFIXES, ROLES
 from .checks import check_choice, check_int
 from .config import MAX_LORA_RANK, FusedMoEConfig
 from .numerics import BF16, all_finite
-from .safe_files import Budget, TensorFileError, TensorStore, clean, some
+from .safe_files import Budget, TensorFileError, TensorStore, clean, existing_folder, some
 from .weights import LoRAAdapter
 
 FORMS = ("per_expert", "fused", "stacked")
@@ -492,12 +492,29 @@ def _options(
     check_choice("b_packing", b_packing, ("auto", "expert_fastest", "expert_slowest"))
     if swap is not None and not isinstance(swap, bool):
         raise TypeError(f"swap_in_out: got {swap!r}, want True, False or None")
-    if scaling is not None and not np.isfinite(scaling):
-        raise ValueError(f"scaling: got {scaling!r}, want a finite number")
-    options = _Options(form, gate_up, b_packing, swap, scaling, bool(partial))
+    if scaling is not None:
+        if isinstance(scaling, bool) or not isinstance(scaling, (int, float, np.integer, np.floating)):
+            raise TypeError(f"scaling: got {scaling!r}, want a number")
+        if not np.isfinite(scaling):
+            raise ValueError(f"scaling: got {scaling!r}, want a finite number")
+        scaling = float(as_scaling("scaling", scaling))
+    if not isinstance(partial, bool):
+        raise TypeError(f"allow_partial: got {partial!r}, want True or False")
+    options = _Options(form, gate_up, b_packing, swap, scaling, partial)
     if form == "vllm_legacy":
         options = replace(options, form="fused", gate_up="interleaved", b_packing="expert_slowest")
     return options
+
+
+def _layers_argument(layers: Iterable[int]) -> list[int]:
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise TypeError(f"layers: got {layers!r}, want layer indices")
+    listed = list(layers)
+    for layer in listed:
+        check_int("layers", layer, minimum=0)
+    if not listed:
+        raise ValueError("layers: got none, want at least one, or None for all that the file adapts")
+    return sorted({int(i) for i in listed})
 
 
 def load_lora_adapter(
@@ -547,10 +564,13 @@ def load_lora_adapter(
         raise TypeError(f"base_config: got {type(base_config).__name__}, want FusedMoEConfig")
     check_int("adapter_id", adapter_id, minimum=0)
     options = _options(form, gate_up, b_packing, swap_in_out, scaling, allow_partial)
+    wanted = None if layers is None else _layers_argument(layers)
+    for label, value in (("num_layers", num_layers), ("max_rank", max_rank)):
+        if value is not None:
+            check_int(label, value, minimum=1)
     limit = max_rank if max_rank is not None else (base_config.max_lora_rank or MAX_LORA_RANK)
-    root = Path(adapter_dir)
-    if not root.is_dir():
-        raise TensorFileError(f"adapter_dir: got {clean(adapter_dir)}, want a folder with adapter_model.safetensors")
+    budget = Budget(budget_bytes)
+    root = existing_folder("adapter_dir", adapter_dir, "a folder with adapter_model.safetensors")
     with TensorStore(root, "adapter_model") as store:
         settings = read_adapter_config(root)
         reader = _Reader(store, settings, base_config, options)
@@ -562,13 +582,12 @@ def load_lora_adapter(
         if num_layers is not None and max(reader.keys) >= num_layers:
             name = next(iter(reader.keys[max(reader.keys)].values()))
             raise TensorFileError(f"{store.where(name)}: made for another model: the base has {num_layers} layers")
-        chosen = sorted(reader.keys) if layers is None else sorted({int(i) for i in layers})
+        chosen = sorted(reader.keys) if wanted is None else wanted
         absent = [i for i in chosen if i not in reader.keys]
         if absent:
             raise ValueError(f"layers: got {some(absent, 8)}, which the adapter does not touch")
         plans = {layer: reader.leaves(layer) for layer in chosen}
         dtype = reader.dtype(chosen)
-        budget = Budget(budget_bytes)
         for layer, leaves in plans.items():
             for leaf in leaves:
                 # A block-diagonal gate_up will halve its rank; whether it does is only known once it is read.

@@ -17,7 +17,7 @@ from typing import Any
 from .config import FusedMoEConfig
 from .numerics import BLOCK
 from .quant_keys import KEYS_OF_SCHEME, QuantKey, kBf16, kFp8Dynamic128Sym, kFp8Static128BlockE8M0Sym
-from .safe_files import TensorFileError, clean, match_pattern, read_json
+from .safe_files import TensorFileError, clean, match_pattern, read_json, shown
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,18 @@ def _number(config: Mapping[str, Any], *keys: str) -> int:
         if value is None:
             continue
         if type(value) is not int or not 0 < value < 2**31:
-            raise TensorFileError(f"config.json: {key}: got {clean(value)}, want a positive integer")
+            raise TensorFileError(f"config.json: {key}: got {shown(value)}, want a positive integer")
         return value
     raise TensorFileError(f"config.json: {' or '.join(keys)}: missing")
+
+
+def decoder_layers(config: Mapping[str, Any]) -> int | None:
+    """``num_hidden_layers``, or None where config.json does not say.
+
+    Raises:
+      TensorFileError: not a positive integer.
+    """
+    return None if config.get("num_hidden_layers") is None else _number(config, "num_hidden_layers")
 
 
 def moe_config(config: Mapping[str, Any], *, gated: bool, has_bias: bool) -> FusedMoEConfig:
@@ -112,14 +121,17 @@ def moe_config(config: Mapping[str, Any], *, gated: bool, has_bias: bool) -> Fus
     activation = family.activation or _ACTIVATIONS.get(str(config.get(act_key, "silu")))
     if activation is None:
         raise TensorFileError(
-            f"config.json: {act_key}: got {clean(config[act_key])}, want one of {', '.join(sorted(_ACTIVATIONS))}"
+            f"config.json: {act_key}: got {shown(config[act_key])}, want one of {', '.join(sorted(_ACTIVATIONS))}"
         )
     if activation == "swigluoai" and config.get("swiglu_limit", 7.0) != 7.0:
-        raise TensorFileError(f"config.json: swiglu_limit: got {clean(config['swiglu_limit'])}, want 7.0")
+        raise TensorFileError(f"config.json: swiglu_limit: got {shown(config['swiglu_limit'])}, want 7.0")
     groups, topk_group = config.get("n_group"), config.get("topk_group")
     if groups in (None, 1) or config.get("topk_method") == "greedy":
         groups = topk_group = None
+    factor = config.get("routed_scaling_factor")
     renormalize = config.get("norm_topk_prob")
+    if renormalize is not None and not isinstance(renormalize, bool):
+        raise TensorFileError(f"config.json: norm_topk_prob: got {shown(renormalize)}, want true or false")
     try:
         return FusedMoEConfig(
             num_experts=_number(config, "num_experts", "n_routed_experts", "num_local_experts"),
@@ -128,8 +140,8 @@ def moe_config(config: Mapping[str, Any], *, gated: bool, has_bias: bool) -> Fus
             intermediate_size=_number(config, "moe_intermediate_size", "intermediate_size"),
             activation=activation,
             scoring_func=config.get("scoring_func") or family.scoring_func,
-            renormalize=family.renormalize if renormalize is None else bool(renormalize),
-            routed_scaling_factor=config.get("routed_scaling_factor") or 1.0,
+            renormalize=family.renormalize if renormalize is None else renormalize,
+            routed_scaling_factor=1.0 if factor is None else factor,
             num_expert_group=groups,
             topk_group=topk_group,
             has_bias=has_bias,
@@ -214,14 +226,14 @@ def _strings(value: object, key: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise TensorFileError(f"quantization_config: {key}: got {clean(value)}, want a list of names")
+        raise TensorFileError(f"quantization_config: {key}: got {shown(value)}, want a list of names")
     return tuple(value)
 
 
 def _want(key: str, got: object, *wanted: object) -> None:
     if got not in wanted:
         listed = ", ".join(repr(w) for w in wanted)
-        raise TensorFileError(f"quantization_config: {key}: got {clean(got)}, want one of {listed}")
+        raise TensorFileError(f"quantization_config: {key}: got {shown(got)}, want one of {listed}")
 
 
 def _fp8(quant: Mapping[str, Any]) -> QuantConfig:
@@ -260,6 +272,7 @@ def _compressed_group(name: str, group: object) -> tuple[tuple[str, ...], Module
             raise TensorFileError(f"quantization_config: {where}.input_activations: got no object")
         for key, wanted in fixed.items():
             _want(f"{where}.input_activations.{key}", inputs.get(key), *wanted)
+        _want(f"{where}.input_activations.dynamic", inputs.get("dynamic"), True, False, None)
         activation = "dynamic" if inputs.get("dynamic") else "static"
         allowed = {"block": ("group",), "channel": ("token",), "tensor": ("token", "tensor")}[strategy]
         _want(f"{where}.input_activations.strategy", inputs.get("strategy"), *allowed)

@@ -30,6 +30,7 @@ from .checkpoint_config import (
     Family,
     ModuleQuant,
     QuantConfig,
+    decoder_layers,
     family_of,
     moe_config,
     read_quant_config,
@@ -39,7 +40,17 @@ from .checks import check_choice
 from .config import FusedMoEConfig
 from .numerics import BF16, E4M3, E8M0, all_finite, cdiv, decode_e8m0
 from .quant_keys import QuantKey
-from .safe_files import Budget, TensorFileError, TensorInfo, TensorStore, clean, numpy_dtype, read_json, some
+from .safe_files import (
+    Budget,
+    TensorFileError,
+    TensorInfo,
+    TensorStore,
+    clean,
+    existing_folder,
+    numpy_dtype,
+    read_json,
+    some,
+)
 from .weights import MoEWeights
 
 # Where the language model's layers live; multi-token-prediction heads (mtp.*) and towers are other models.
@@ -119,9 +130,7 @@ class _Checkpoint:
     """A folder opened for reading; close it."""
 
     def __init__(self, directory: str | Path) -> None:
-        self.root = Path(directory)
-        if not self.root.is_dir():
-            raise TensorFileError(f"checkpoint_dir: got {clean(directory)}, want a folder")
+        self.root = existing_folder("checkpoint_dir", directory)
         self.raw = text_config(read_json(self.root, "config.json"))
         self.family: Family = family_of(self.raw)
         self.quant: QuantConfig = read_quant_config(self.root, self.raw)
@@ -198,9 +207,14 @@ def _ranges(layers: Sequence[int] | dict[int, _Layer]) -> str:
 def _experts_argument(experts: Sequence[int] | None, num_experts: int) -> list[int]:
     if experts is None:
         return list(range(num_experts))
+    if not isinstance(experts, (Sequence, np.ndarray)) or isinstance(experts, str):
+        raise TypeError(f"experts: got {type(experts).__name__}, want a sequence of expert ids")
+    for expert in experts:
+        if isinstance(expert, bool) or not isinstance(expert, (int, np.integer)):
+            raise TypeError(f"experts: got {expert!r}, want ints")
     chosen = [int(e) for e in experts]
     if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0 or max(chosen) >= num_experts:
-        raise ValueError(f"experts: got {some(chosen, 8)}, want distinct ids in [0, {num_experts})")
+        raise ValueError(f"experts: got {some(chosen, 8) or 'none'}, want distinct ids in [0, {num_experts})")
     return chosen
 
 
@@ -436,13 +450,11 @@ class _Fused:
                 f"{self.store.where(self.names[self.first])}: fused, but config.json says quant_method "
                 f"{ckpt.quant.method!r}; fused experts are read in bf16 only"
             )
-        check_choice("gate_up", gate_up, ("auto", "concat", "interleaved"))
         self.interleaved = ckpt.family.interleaved if gate_up == "auto" else gate_up == "interleaved"
         self.transposed = self._orientation(ckpt.family, fused_layout)
 
     def _orientation(self, family: Family, fused_layout: str) -> bool:
         """Whether both tensors are stored ``[E, in, out]``; their shapes decide, or the family where they cannot."""
-        check_choice("fused_layout", fused_layout, ("auto", "out_in", "in_out"))
         config = self.config
         experts, rows, hidden, inter = config.num_experts, config.w13_rows, config.hidden_dim, config.intermediate_size
         fits = []
@@ -558,6 +570,9 @@ def load_moe_layer(
       TensorFileError: a ValueError that names the file and tensor at fault.
       TypeError, ValueError: a bad argument.
     """
+    check_choice("fused_layout", fused_layout, ("auto", "out_in", "in_out"))
+    check_choice("gate_up", gate_up, ("auto", "concat", "interleaved"))
+    budget = Budget(budget_bytes)
     with _Checkpoint(checkpoint_dir) as ckpt:
         layer = ckpt.layer(layer_index)
         reader = _reader(ckpt, layer, fused_layout, gate_up)
@@ -566,7 +581,7 @@ def load_moe_layer(
         stray = ckpt.store.unlisted(layer.prefix)
         if stray:
             raise TensorFileError(f"tensor {clean(stray[0])}: in a shard for which the index does not list it")
-        Budget(budget_bytes).take(nbytes, f"layer {layer_index} with {len(chosen)} experts")
+        budget.take(nbytes, f"layer {layer_index} with {len(chosen)} experts")
         weights = reader.load(chosen)
         return reader.config, weights
 
@@ -583,7 +598,6 @@ def inspect_checkpoint(checkpoint_dir: str | Path) -> CheckpointInfo:
         experts = range(reader.config.num_experts)
         total = reader.check(experts)
         weight_key, activation_key = reader.quant.keys()
-        layers = ckpt.raw.get("num_hidden_layers")
         return CheckpointInfo(
             model_type=str(ckpt.raw.get("model_type", "")),
             quant_method=ckpt.quant.method,
@@ -592,7 +606,7 @@ def inspect_checkpoint(checkpoint_dir: str | Path) -> CheckpointInfo:
             layout="fused" if first.fused else "per_expert",
             weight_key=weight_key,
             activation_key=activation_key,
-            num_hidden_layers=layers if type(layers) is int else max(ckpt.layers) + 1,
+            num_hidden_layers=decoder_layers(ckpt.raw) or max(ckpt.layers) + 1,
             moe_layers=tuple(ckpt.layers),
             has_shared_experts=ckpt.has_shared_experts,
             bytes_per_expert=total // reader.config.num_experts,

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import stat
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from .checks import check_int
 from .numerics import BF16, E4M3, E8M0
 
 # The safetensors library's own bound; a 480B FP8 shard set has headers of a few megabytes in all.
@@ -74,6 +76,30 @@ def some(names: Iterable[object], limit: int = 3) -> str:
     return text if len(listed) <= limit else f"{text} and {len(listed) - limit} more"
 
 
+def shown(value: object) -> str:
+    """A value out of a file, as Python writes it (a string keeps its quotes), fit for a message."""
+    return clean(repr(value))
+
+
+def existing_folder(label: str, value: object, want: str = "a folder") -> Path:
+    """The folder that the argument `label` names.
+
+    Raises:
+      TypeError: no path.
+      TensorFileError: nothing there, or no folder; the empty string too, which would be the current one.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{label}: got {type(value).__name__}, want a path")
+    path = Path(value)
+    try:
+        found = os.fspath(value) != "" and path.is_dir()
+    except OSError:  # such as a name that is too long
+        found = False
+    if not found:
+        raise TensorFileError(f"{label}: got {clean(value) or repr('')}, want {want}")
+    return path
+
+
 def match_pattern(pattern: str, text: str) -> bool:
     """Whether the regular expression `pattern` matches `text` from its beginning, as ``re.match`` does.
 
@@ -86,8 +112,10 @@ def match_pattern(pattern: str, text: str) -> bool:
             "no repeated group"
         )
     try:
-        return re.match(pattern, text) is not None
-    except re.error as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of syntax that may change its meaning one day
+            return re.match(pattern, text) is not None
+    except (re.error, OverflowError, RecursionError) as error:
         raise TensorFileError(f"pattern {clean(pattern)}: {error}") from None
 
 
@@ -97,6 +125,10 @@ class Budget:
 
     limit: int | None
     used: int = 0
+
+    def __post_init__(self) -> None:
+        if self.limit is not None:
+            check_int("budget_bytes", self.limit, minimum=0)
 
     def take(self, nbytes: int, what: str) -> None:
         """Count `nbytes`, or raise before anything is allocated.
@@ -129,7 +161,7 @@ def resolve_inside(root: Path, name: str) -> Path:
         base = root.resolve(strict=True)
         path = (base / name).resolve(strict=True)
         mode = path.stat().st_mode
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a name that the file system cannot encode
         raise TensorFileError(f"{label}: cannot be opened in {clean(root)}: {type(error).__name__}") from None
     allowed = [base]
     if base.parent.name == "snapshots":

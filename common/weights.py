@@ -299,6 +299,8 @@ class LoRAAdapter:
 
     def __post_init__(self) -> None:
         check_int("adapter_id", self.adapter_id, minimum=0)
+        if self.adapter_id >= 2**31:
+            raise ValueError(f"adapter_id: got {self.adapter_id}, want less than 2**31 (batches carry ids as int32)")
         dtypes = (BF16, np.float32)
         check_array("b13", self.b13, shape=(None, None, None, None), dtypes=dtypes)
         num_experts, halves, inter, rank = self.b13.shape

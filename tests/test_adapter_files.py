@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from isomoe.common.adapter_files import load_lora_adapter
 from isomoe.common.adapters import AdapterError, AdapterPool
 from isomoe.common.config import FusedMoEConfig
@@ -369,18 +370,24 @@ def test_rank_of_a_fused_gate_up_over_the_limit(tmp_path):
     ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora: got True: refused, DoRA renormalises"),
-        ({"bias": "lora_only"}, "bias: got lora_only: refused"),
+        ({"bias": "lora_only"}, "bias: got 'lora_only': refused"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out: got True: refused, its matrices are stored transposed"),
         (
             {"modules_to_save": ["model.layers.0.mlp.experts"]},
             "modules_to_save: got model.layers.0.mlp.experts: refused",
         ),
-        ({"peft_type": "LOHA"}, "peft_type: got LOHA: refused, is not LoRA"),
+        ({"peft_type": "LOHA"}, "peft_type: got 'LOHA': refused, is not LoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got pissa_niter_4: refused, it changes the base"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"r": 0}, "r: got 0, want a positive integer"),
         ({"r": True}, "r: got True, want a positive integer"),
-        ({"lora_alpha": "16"}, "lora_alpha: got 16, want a finite number"),
+        ({"lora_alpha": "16"}, "lora_alpha: got '16', want a finite number"),
+        ({"lora_alpha": 10**400}, "lora_alpha: got 1000+[.]+, want a finite number"),
+        ({"lora_alpha": 1e300}, "got a scaling of 2.5e[+]299, want one that float32 holds"),
+        ({"lora_alpha": 1e-300}, "got a scaling of 2.5e-301, want one that float32 holds"),
+        ({"r": 10**400}, "r: got 1000+[.]+, want a positive integer"),
+        ({"alpha_pattern": {"up_proj": 10**400}}, "alpha_pattern: got .*, want names to numbers"),
+        ({"alpha_pattern": {"x{99999999999}": 1}}, "pattern .*: the repetition number is too large"),
         ({"rank_pattern": {"(a+)+$": 3}}, "want at most .* quantifiers and no repeated group"),
         ({"rank_pattern": {"[": 3}}, r"pattern .*unterminated"),
         ({"rank_pattern": [1]}, "rank_pattern: got .*, want names to numbers"),
@@ -602,7 +609,17 @@ def test_budget(tmp_path):
         ({"b_packing": "fast"}, ValueError, "b_packing"),
         ({"swap_in_out": 1}, TypeError, "swap_in_out"),
         ({"scaling": float("nan")}, ValueError, "scaling"),
+        ({"scaling": "2"}, TypeError, "scaling: got '2', want a number"),
+        ({"scaling": 1e300}, ValueError, "scaling: got a scaling of 1e[+]300, want one that float32 holds"),
         ({"adapter_id": -1}, ValueError, "adapter_id"),
+        ({"adapter_id": 2**31}, ValueError, "adapter_id: got 2147483648, want less than 2..31"),
+        ({"layers": "0"}, TypeError, "layers: got '0', want layer indices"),
+        ({"layers": [0.5]}, TypeError, "layers: got 0.5, want an int"),
+        ({"layers": []}, ValueError, "layers: got none, want at least one"),
+        ({"num_layers": "1"}, TypeError, "num_layers: got '1', want an int"),
+        ({"max_rank": 2.5}, TypeError, "max_rank: got 2.5, want an int"),
+        ({"budget_bytes": "1"}, TypeError, "budget_bytes: got '1', want an int"),
+        ({"allow_partial": "no"}, TypeError, "allow_partial: got 'no', want True or False"),
     ],
 )
 def test_bad_arguments(tmp_path, kwargs, error, message):
@@ -618,6 +635,8 @@ def test_missing_config_and_folder(tmp_path):
         load_lora_adapter(tmp_path, BASE)
     with pytest.raises(TensorFileError, match=r"adapter_dir: got .*nowhere, want a folder"):
         load_lora_adapter(tmp_path / "nowhere", BASE)
+    with pytest.raises(TypeError, match=r"adapter_dir: got NoneType, want a path"):
+        load_lora_adapter(None, BASE)  # type: ignore[arg-type]
 
 
 def test_pool_loads_files_with_one_error_type(tmp_path):

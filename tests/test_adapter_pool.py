@@ -9,6 +9,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+
 from isomoe.common.adapters import AdapterError, AdapterPool
 from isomoe.common.config import FusedMoEConfig
 from isomoe.common.weights import LoRAAdapter

@@ -14,6 +14,7 @@ import pytest
 import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from isomoe.common.checkpoints import inspect_checkpoint, load_moe_layer, load_router
 from isomoe.common.config import FusedMoEConfig
 from isomoe.common.executors import run_moe
@@ -285,6 +286,12 @@ def test_some_experts_in_the_order_asked(tmp_path):
     for bad in ([], [0, 0], [3], [-1]):
         with pytest.raises(ValueError, match=r"experts: got .*want distinct ids"):
             load_moe_layer(tmp_path, 1, experts=bad)
+    for odd in ("01", 5, [1.5], [None], [True]):
+        with pytest.raises(TypeError, match=r"experts: got .*, want (ints|a sequence of expert ids)"):
+            load_moe_layer(tmp_path, 1, experts=odd)  # type: ignore[arg-type]
+    for argument, value in (("fused_layout", "x"), ("gate_up", 5), ("budget_bytes", "1"), ("budget_bytes", -1)):
+        with pytest.raises((TypeError, ValueError), match=rf"{argument}: got {value!r}, want "):
+            load_moe_layer(tmp_path, 1, **{argument: value})  # also where the layout has no use for it
 
 
 def test_budget_counts_before_allocating(tmp_path):
@@ -745,17 +752,17 @@ def test_static_checkpoint_without_input_scale(tmp_path):
 @pytest.mark.parametrize(
     ("quant", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method: got gptq, want one of 'fp8', 'compressed-tensors', 'modelopt'"),
-        ({"quant_method": "mxfp4"}, "quant_method: got mxfp4"),
+        ({"quant_method": "gptq"}, "quant_method: got 'gptq', want one of 'fp8', 'compressed-tensors', 'modelopt'"),
+        ({"quant_method": "mxfp4"}, "quant_method: got 'mxfp4'"),
         ({**FP8_BLOCK, "weight_block_size": [64, 64]}, r"weight_block_size: got \[64, 64\]"),
-        ({**FP8_BLOCK, "fmt": "e5m2"}, "fmt: got e5m2"),
+        ({**FP8_BLOCK, "fmt": "e5m2"}, "fmt: got 'e5m2'"),
         ({**FP8_BLOCK, "activation_scheme": "static"}, "activation_scheme: got 'static' with block weights"),
-        ({**FP8_BLOCK, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert: got lm_head, want a list"),
-        (compressed("group", "token"), "strategy: got group, want one of 'channel', 'tensor', 'block'"),
-        (compressed("channel", "tensor", dynamic=False), "input_activations.strategy: got tensor, want one of 'token'"),
-        ({**compressed("channel", "token"), "format": "pack-quantized"}, "format: got pack-quantized"),
+        ({**FP8_BLOCK, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert: got 'lm_head', want a list"),
+        (compressed("group", "token"), "strategy: got 'group', want one of 'channel', 'tensor', 'block'"),
+        (compressed("channel", "tensor", dynamic=False), "activations.strategy: got 'tensor', want one of 'token'"),
+        ({**compressed("channel", "token"), "format": "pack-quantized"}, "format: got 'pack-quantized'"),
         ({**compressed("channel", "token"), "ignore": ["re:(a*)*b"]}, "pattern .*no repeated group"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: got NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: got 'NVFP4'"),
         ([], "config.json: quantization_config: got list, want an object"),
     ],
 )
@@ -769,9 +776,12 @@ def test_quantisation_that_is_not_read(tmp_path, quant, message):
     ("change", "message"),
     [
         ({"hidden_size": None}, "config.json: moe_latent_size or hidden_size: missing"),
-        ({"num_experts": "3"}, "config.json: num_experts: got 3, want a positive integer"),
+        ({"num_experts": "3"}, "config.json: num_experts: got '3', want a positive integer"),
         ({"num_experts_per_tok": 9}, "config.json: experts_per_token: got 9, want at most num_experts=3"),
-        ({"hidden_act": "mish"}, "config.json: hidden_act: got mish, want one of"),
+        ({"norm_topk_prob": "yes"}, "config.json: norm_topk_prob: got 'yes', want true or false"),
+        ({"routed_scaling_factor": float("inf")}, "config.json: routed_scaling_factor: got inf, want a positive"),
+        ({"routed_scaling_factor": 0}, "config.json: routed_scaling_factor: got 0, want a positive"),
+        ({"hidden_act": "mish"}, "config.json: hidden_act: got 'mish', want one of"),
         ({"scoring_func": "sqrtsoftplus"}, "config.json: scoring_func: got 'sqrtsoftplus', want one of"),
         ({"n_group": 2, "topk_group": 1}, "config.json: num_expert_group: got 2, want a divisor"),
         ({"text_config": 3}, "text_config: got int, want an object"),
@@ -928,12 +938,14 @@ def test_index_that_lies(tmp_path):
         load_moe_layer(unlisted, 1)
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "", "a\0b", "..\\x"])
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "", "a\0b", "..\\x", "\ud800"]
+)
 def test_shard_names_that_leave_the_folder(tmp_path, name):
     root = write_checkpoint(tmp_path / "m", CONFIG, BLOCK)
     (tmp_path / "x.safetensors").write_bytes(safetensors_bytes(BLOCK))
     (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(BLOCK, name)}))
-    with pytest.raises(TensorFileError, match=r"got a path that leaves its folder|got an unusable file name"):
+    with pytest.raises(TensorFileError, match=r"a path that leaves its folder|an unusable file name|cannot be opened"):
         load_moe_layer(root, 1)
 
 
@@ -1034,6 +1046,8 @@ def test_names_in_messages_are_short_and_printable():
     assert clean("\x00\u202eé") == "\\x00\\u202e\\xe9"
     with pytest.raises(TensorFileError, match=r"no repeated group"):
         match_pattern("(a+)+$", "a" * 64)
+    with pytest.raises(TensorFileError, match="repetition number is too large"):
+        match_pattern("a{99999999999}", "a")
 
 
 def test_file_that_shrinks_while_it_is_read(tmp_path):

@@ -21,7 +21,7 @@ def check_int(label: str, value: Any, *, minimum: int) -> None:
 def check_choice(label: str, value: Any, choices: Iterable[str]) -> None:
     """Raise unless `value` is one of `choices`; suggests a near miss."""
     names = sorted(choices)
-    if value in names:
+    if isinstance(value, str) and value in names:
         return
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""

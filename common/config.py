@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 
 from .activations import ACTIVATIONS
@@ -97,7 +98,11 @@ class FusedMoEConfig:
         check_choice("activation", self.activation, ACTIVATIONS)
         check_choice("scoring_func", self.scoring_func, SCORING_FUNCS)
         check_choice("in_dtype", self.in_dtype, IN_DTYPES)
-        if not isinstance(self.routed_scaling_factor, (int, float)) or not self.routed_scaling_factor > 0:
+        for label in ("renormalize", "has_bias", "is_act_and_mul", "is_lora_enabled"):
+            if not isinstance(getattr(self, label), bool):
+                raise TypeError(f"{label}: got {getattr(self, label)!r}, want True or False")
+        factor = self.routed_scaling_factor
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= sys.float_info.max:
             raise ValueError(f"routed_scaling_factor: got {self.routed_scaling_factor!r}, want a positive number")
         if (self.num_expert_group is None) != (self.topk_group is None):
             raise ValueError(

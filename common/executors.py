@@ -153,6 +153,8 @@ def _check_adapters(
     expert_map: np.ndarray | None,
     num_local: int,
 ) -> tuple[tuple[LoRAAdapter, ...], np.ndarray | None]:
+    if adapters is not None and not isinstance(adapters, Iterable):
+        raise TypeError(f"adapters: got {type(adapters).__name__}, want a sequence of LoRAAdapter")
     loaded = tuple(adapters) if adapters is not None else ()
     for i, adapter in enumerate(loaded):
         if not isinstance(adapter, LoRAAdapter):
@@ -296,6 +298,8 @@ def run_moe(
       TypeError, ValueError: a bad argument, before anything is launched.
       RuntimeError: the executor is unavailable here, or what it reported.
     """
+    if not isinstance(executor, str):
+        raise TypeError(f"executor: got {type(executor).__name__}, want a name")
     cls = executor_class(executor)
     support = declared_support(cls)
     if recipe is None and isinstance(weights, MoEWeights):

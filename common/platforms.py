@@ -111,12 +111,14 @@ class Platform:
     @classmethod
     def parse(cls, text: str) -> Platform:
         """Read a name as the command line takes it: tpu-v7x, cuda-9.0, rocm-gfx950, cpu; else out of tree."""
+        if not isinstance(text, str):
+            raise TypeError(f"platform: got {text!r}, want a name such as 'tpu-v7x'")
         if text == "cpu":
             return cls.cpu()
         family, _, rest = text.partition("-")
-        if family == "tpu":
+        if family == "tpu" and rest:
             return cls.tpu(rest)
-        if family == "rocm":
+        if family == "rocm" and rest:
             return cls.rocm(rest)
         if family == "cuda":
             match = re.fullmatch(r"(\d+)\.(\d+)", rest)

@@ -47,6 +47,8 @@ def route(
     Raises:
       TypeError, ValueError: a wrong dtype or shape.
     """
+    if not isinstance(config, FusedMoEConfig):
+        raise TypeError(f"config: got {type(config).__name__}, want FusedMoEConfig")
     check_array("router_logits", router_logits, shape=(None, config.num_experts), dtypes=(np.float32, np.float16, BF16))
     # The choice is made on logits where NaN cannot spread over the row; the weights below keep it.
     logits = router_logits.astype(np.float32)

@@ -117,7 +117,7 @@ class ExpertsSupport:
             return f"does not serve activation {config.activation}"
         if not activation_exists(config.activation, config.is_act_and_mul):
             form = "gated" if config.is_act_and_mul else "non-gated"
-            return f"activation {config.activation} has no {form} form"
+            return f"has no {form} form of activation {config.activation}"
         if config.in_dtype != "bfloat16":
             return f"reads bfloat16 activations, not {config.in_dtype}"
         if weight_key is not None:

@@ -97,3 +97,5 @@ def test_bad_arguments() -> None:
         route(np.zeros((2, 16), np.int32), CONFIG)
     with pytest.raises(ValueError, match=r"correction_bias: got shape \[4\], want \[16\]"):
         route(np.zeros((2, 16), np.float32), CONFIG, correction_bias=np.zeros(4, np.float32))
+    with pytest.raises(TypeError, match="config: got NoneType, want FusedMoEConfig"):
+        route(np.zeros((2, 16), np.float32), None)  # type: ignore[arg-type]

@@ -51,6 +51,7 @@ BAD_CALLS = [
     (lambda i: {"recipe": "bf16"}, ValueError, "recipe: got 'bf16' for weights of scheme 'channel'"),
     (lambda i: {"recipe": Recipe("w8a8", "static", "static")}, ValueError, "weights carry no w13_input_scale"),
     (lambda i: {"adapters": [i.adapters[0]] * 2}, ValueError, r"adapters: got ids \[5, 5\], want distinct ids"),
+    (lambda i: {"adapters": i.adapters[0]}, TypeError, "adapters: got LoRAAdapter, want a sequence of LoRAAdapter"),
     (lambda i: {"adapters": ["a"]}, TypeError, "adapters: got str at 0, want LoRAAdapter"),
     (lambda i: {"adapters": i.adapters[:1]}, ValueError, r"adapter_ids: got unknown ids \[0, 11\]"),
     (lambda i: {"adapter_ids": i.adapter_ids[:3]}, ValueError, r"adapter_ids: got shape \[3\], want \[16\]"),
@@ -73,6 +74,8 @@ def test_bad_calls_name_the_argument(inputs, change, error, message) -> None:
 def test_unknown_executor_lists_the_names(inputs) -> None:
     with pytest.raises(ValueError, match=r"backend: got 'tritn', want one of .*did you mean 'triton'"):
         inputs.run("tritn")
+    with pytest.raises(TypeError, match=r"executor: got NoneType, want a name"):
+        inputs.run(None)
 
 
 def test_adapter_for_another_model(inputs) -> None:
@@ -203,6 +206,7 @@ def _adapter(**changes) -> dict:
 A = _adapter()
 BAD_ADAPTERS = [
     ({"adapter_id": -1}, ValueError, "adapter_id: got -1, want at least 0"),
+    ({"adapter_id": 2**31}, ValueError, "adapter_id: got 2147483648, want less than 2..31"),
     ({"a13": A["a13"][:, :1]}, ValueError, r"a13: got shape \[8, 1, 8, 256\], want \[any, 2, 8, any\]"),
     ({"a13": A["a13"][:3]}, ValueError, "a13: got 3 experts, want 8, or 1 where it is shared"),
     ({"b13": A["b13"].astype(E4M3)}, TypeError, "b13: got dtype float8_e4m3fn"),
@@ -222,7 +226,12 @@ BAD_CONFIGS = [
     ({"experts_per_token": 9}, ValueError, "experts_per_token: got 9, want at most num_experts=8"),
     ({"activation": "sliu"}, ValueError, "activation: got 'sliu', want one of .*did you mean 'silu'"),
     ({"scoring_func": "tanh"}, ValueError, "scoring_func: got 'tanh'"),
+    ({"activation": np.array(["silu", "gelu"])}, ValueError, "activation: got array"),
+    ({"renormalize": "no"}, TypeError, "renormalize: got 'no', want True or False"),
     ({"routed_scaling_factor": 0}, ValueError, "routed_scaling_factor: got 0"),
+    ({"routed_scaling_factor": float("inf")}, ValueError, "routed_scaling_factor: got inf"),
+    ({"routed_scaling_factor": 10**400}, ValueError, "routed_scaling_factor: got 1000"),
+    ({"routed_scaling_factor": True}, ValueError, "routed_scaling_factor: got True"),
     ({"num_expert_group": 4}, ValueError, "topk_group: got num_expert_group=4 with topk_group=None"),
     ({"num_expert_group": 3, "topk_group": 1}, ValueError, "num_expert_group: got 3, want a divisor"),
     ({"num_expert_group": 8, "topk_group": 1}, ValueError, "experts_per_token: got 2, want at most the 1 experts"),

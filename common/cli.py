@@ -148,11 +148,11 @@ def parity(
 def explain(
     model: Annotated[str | None, typer.Option(help="A known model, such as qwen3-coder-480b.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Model folder to read the layer from.")] = None,
-    num_experts: Annotated[int, typer.Option(help="Routed experts.")] = 128,
-    experts_per_token: Annotated[int, typer.Option(help="Experts a token visits.")] = 8,
-    hidden_dim: Annotated[int, typer.Option(help="Model width.")] = 2048,
-    intermediate_size: Annotated[int, typer.Option(help="Width of one expert.")] = 768,
-    activation: Annotated[str, typer.Option(help="silu, gelu, gelu_tanh, swigluoai.")] = "silu",
+    num_experts: Annotated[int | None, typer.Option(help="Routed experts. Default: as qwen3-coder-30b.")] = None,
+    experts_per_token: Annotated[int | None, typer.Option(help="Experts a token visits.")] = None,
+    hidden_dim: Annotated[int | None, typer.Option(help="Model width.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="Width of one expert.")] = None,
+    activation: Annotated[str | None, typer.Option(help="silu, gelu, gelu_tanh, swigluoai.")] = None,
     scheme: Annotated[str | None, typer.Option(help="block, channel, tensor, tensor_static, bf16.")] = None,
     platform: Annotated[str | None, typer.Option(help="Such as tpu-v7x, cuda-9.0. Default: this one.")] = None,
     ep: Annotated[int, typer.Option(help="Expert-parallel size.")] = 1,
@@ -170,7 +170,7 @@ def explain(
     with _one_line_errors():
         from dataclasses import replace
 
-        from .config import FusedMoEConfig, FusedMoEParallelConfig
+        from .config import FusedMoEParallelConfig
         from .platforms import Platform
         from .presets import model as preset
         from .quant_keys import KEYS_OF_SCHEME
@@ -178,6 +178,14 @@ def explain(
 
         if model is not None and checkpoint is not None:
             raise ValueError("--model: got it together with --checkpoint, want one of them")
+        given = {
+            "num_experts": num_experts, "experts_per_token": experts_per_token, "hidden_dim": hidden_dim,
+            "intermediate_size": intermediate_size, "activation": activation,
+        }
+        given = {field: value for field, value in given.items() if value is not None}
+        if given and (model is not None or checkpoint is not None):
+            source = "--checkpoint" if model is None else "--model"
+            raise ValueError(f"--{next(iter(given)).replace('_', '-')}: got it together with {source}, which says it")
         if checkpoint is not None:
             from .checkpoints import inspect_checkpoint
 
@@ -186,9 +194,7 @@ def explain(
         elif model is not None:
             config, keys = preset(model).config, KEYS_OF_SCHEME[preset(model).scheme]
         else:
-            config = FusedMoEConfig(
-                num_experts, experts_per_token, hidden_dim, intermediate_size, activation=activation
-            )
+            config = replace(preset("qwen3-coder-30b").config, **given)  # type: ignore[arg-type]
             keys = KEYS_OF_SCHEME["block"]
         rank, count = parse_lora(lora)
         if count:

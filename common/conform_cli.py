@@ -58,6 +58,8 @@ def conform(
     with _one_line_errors():
         if quick and full:
             raise ValueError("--quick: got it together with --full, want one of them")
+        if report is not None:
+            Path(report).mkdir(parents=True, exist_ok=True)
         _prepare()
         from ..tests.conformance import plan, run_check, subject_for
         from .golden import check_pack, diagnose, read_pack
@@ -88,7 +90,6 @@ def conform(
     if report is not None:
         with _one_line_errors():
             folder = Path(report)
-            folder.mkdir(parents=True, exist_ok=True)
             write_report(folder, subject, level, results, pack_results)
         typer.echo(f"report: {folder / 'conform.html'}, {folder / 'conform.json'}")
     if any(not r.ok for r in results) or any(r["verdict"] not in ("pass", "not served") for r in pack_results):
@@ -339,6 +340,8 @@ def golden_write(
         if cases != "probes":
             known = quick_cases() if cases == "quick" else list(dict.fromkeys([*parity_cases(), *ep_cases()]))
             wanted = [] if cases in ("quick", "standard") else cases.split(",")
+            if not all(wanted):
+                raise ValueError(f"--cases: got {cases!r}, want probes, quick, standard or parts of case ids")
             chosen = [c for c in known if not wanted or any(w in str(c) for w in wanted)]
             for case in chosen:
                 i = inputs_of(case)

@@ -29,7 +29,7 @@ from .metrics import compare, rel_l2
 from .numerics import BF16, BLOCK, E4M3, cdiv
 from .recipes import Recipe
 from .reference import STAGES, reference_moe, stages
-from .safe_files import TensorFile, TensorFileError
+from .safe_files import PICKLE_SUFFIXES, TensorFile, TensorFileError
 from .support import declared_support
 from .weights import LoRAAdapter, MoEWeights
 
@@ -128,9 +128,14 @@ def write_pack(path: str | Path, cases: Iterable[GoldenCase]) -> int:
     """Write a pack; returns how many cases it holds.
 
     Raises:
-      ValueError: no case, or two of one name.
+      ValueError: no case, or two of one name, or a file name that `read_pack` refuses.
       OSError: the file cannot be written.
     """
+    path = Path(path)
+    if path.suffix in PICKLE_SUFFIXES:
+        raise ValueError(f"path: got {path.name}, which names a pickle file and would not be read; want .safetensors")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(path.parent))
     tensors: dict[str, np.ndarray] = {}
     meta: dict[str, Any] = {"format": FORMAT, "cases": []}
     for i, case in enumerate(cases):
@@ -160,7 +165,7 @@ def write_pack(path: str | Path, cases: Iterable[GoldenCase]) -> int:
     if not meta["cases"]:
         raise ValueError("cases: got none, want at least one")
     tensors[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    _write(Path(path), tensors)
+    _write(path, tensors)
     return len(meta["cases"])
 
 

@@ -66,6 +66,7 @@ def run(settings: Settings) -> bool:
     out, log = report.console(), report.console(stderr=True)
     check_int("--tokens", settings.tokens, minimum=1)
     check_int("--jobs", settings.jobs, minimum=0)
+    check_int("--seed", settings.seed, minimum=0)
     check_int("--timeout", settings.timeout, minimum=1)
     for name in settings.recipes or ():
         check_choice("--recipe", name, [r for r in RECIPES if r != "float64"])

@@ -69,6 +69,7 @@ def test_findings_give_exit_code_1_and_the_stage(tmp_path: Path) -> None:
         (["reference", "--quick", "--full"], "--quick"),
         (["reference", "--golden", "/nowhere/p.safetensors"], "no such golden pack"),
         ([f"{PLANTED}:patched"], "is not a class"),
+        (["reference", "--quick", "--report", __file__], "File exists"),
     ],
 )
 def test_usage_gives_exit_code_2(args: list[str], message: str) -> None:
@@ -93,6 +94,10 @@ def test_golden_from_the_command_line(tmp_path: Path) -> None:
     assert isomoe("golden", "check", pack, "marlin").exit_code == 2, "nothing was checked"
     assert isomoe("golden", "check", str(tmp_path / "q"), "reference").exit_code == 2
     assert isomoe("golden", "write", pack, "--cases", "nothing-of-the-sort").exit_code == 2
+    assert isomoe("golden", "write", pack, "--cases", "").exit_code == 2
+    pickle = isomoe("golden", "write", str(tmp_path / "p.bin"))
+    assert (pickle.exit_code, (tmp_path / "p.bin").exists()) == (2, False)
+    assert isomoe("golden", "write", str(tmp_path / "nowhere" / "p.safetensors")).exit_code == 2
 
 
 def _pytest(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:

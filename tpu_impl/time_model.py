@@ -164,8 +164,9 @@ def visit_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, r
     """Compute of one visit of `rows` rows."""
     blocks, chunks = -(-rows // ROW_BLOCK), -(-rows // spec.blocks.stage)
     i = cost.rung(spec, rows)
-    owners = spec.ep * (1 - (1 - 1 / spec.ep) ** rows) * max(1.0, present_pairs(spec, rows) if spec.lora else 1.0)
-    runs = min(rows, owners) + chunks - 1 if spec.pushes else 0
+    # Rows are sorted by adapter and owner, so a run is one of these cells that has a row.
+    cells = spec.ep * (spec.lora.slots + 1 if spec.lora else 1)
+    runs = cells * (1 - (1 - 1 / cells) ** rows) + chunks - 1 if spec.pushes else 0.0
     pairs = min(present_pairs(spec, rows), spec.blocks.pairs)
     own: float = cost.visit + blocks * (cost.gather + cost.stage) + chunks * cost.ship
     own += max(0.0, runs - chunks) * cost.run + pairs * cost.pair + (cost.shrink[i] if cost.shrink else 0)

@@ -440,7 +440,8 @@ class AdapterPool:
         who = _describe(ids[0], name)
         if len(ids) > 1:
             raise AdapterError(f"{who}: got layers with ids {ids}, want one id")
-        outside = sorted(i for i in layers if not 0 <= i < self.num_layers)
+        # A key of another type is no layer of any model; sorted as text, for types may differ.
+        outside = sorted((i for i in layers if i not in range(self.num_layers)), key=str)
         if outside:
             raise AdapterError(f"{who}: made for another model: got layers {outside}, the pool has {self.num_layers}")
         for index, one in layers.items():

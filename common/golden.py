@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from . import tolerances
+from .checks import check_array
 from .config import FusedMoEConfig, FusedMoEParallelConfig
 from .executors import MoECall, executor_class, make_call, run_moe
 from .metrics import compare, rel_l2
 from .numerics import BF16, BLOCK, E4M3, cdiv
 from .recipes import Recipe
 from .reference import STAGES, reference_moe, stages
-from .safe_files import PICKLE_SUFFIXES, TensorFile, TensorFileError
+from .safe_files import PICKLE_SUFFIXES, TensorFile, TensorFileError, shown
 from .support import declared_support
 from .weights import LoRAAdapter, MoEWeights
 
@@ -196,11 +197,13 @@ def read_pack(path: str | Path) -> list[GoldenCase]:
         raise TensorFileError(f"{path.name}: got no tensor {_META!r}, want a golden pack")
     try:
         meta = json.loads(tensors[_META].tobytes())
-        if meta["format"] != FORMAT:
-            raise TensorFileError(f"{path.name}: got format {meta['format']}, want {FORMAT}")
-        return [_read_case(tensors, f"case{i}.", entry) for i, entry in enumerate(meta["cases"])]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        form = meta["format"]
+        cases = [_read_case(tensors, f"case{i}.", entry) for i, entry in enumerate(meta["cases"]) if form == FORMAT]
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise TensorFileError(f"{path.name}: not a golden pack: {type(error).__name__}: {error}") from None
+    if form != FORMAT:
+        raise TensorFileError(f"{path.name}: got format {shown(form)}, want {FORMAT}")
+    return cases
 
 
 def _read_case(tensors: dict[str, np.ndarray], key: str, entry: dict[str, Any]) -> GoldenCase:
@@ -222,7 +225,10 @@ def _read_case(tensors: dict[str, np.ndarray], key: str, entry: dict[str, Any]) 
         ep_size=entry["ep_size"],
         recipe=Recipe(**entry["recipe"]),
     )
-    return GoldenCase(entry["name"], call, tensors[key + "want"], group("stages."), group("got."))
+    results = {"want": tensors[key + "want"], **{f"got.{k}": v for k, v in group("got.").items()}}
+    for label, value in results.items():
+        check_array(label, value, shape=call.x.shape)
+    return GoldenCase(str(entry["name"]), call, results["want"], group("stages."), group("got."))
 
 
 def _run(executor: str, call: MoECall) -> np.ndarray:

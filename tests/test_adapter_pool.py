@@ -195,6 +195,7 @@ def test_replacing_what_is_not_loaded():
         (adapter(3, rank=8), "adapter 3: layer 0: .*got rank 8, want at most max_lora_rank=4"),
         (adapter(3, experts=2), "adapter 3: layer 0: .*made for another model: experts got 2, want 4"),
         ({0: adapter(3), 5: adapter(3)}, r"adapter 3: made for another model: got layers \[5\], the pool has 1"),
+        ({0: adapter(3), "1": adapter(3)}, r"adapter 3: made for another model: got layers \['1'\], the pool has 1"),
         ({0: "text"}, "got dict, want LoRAAdapter"),
         ({}, "got no layer"),
     ],

@@ -137,7 +137,7 @@ def test_two_platforms_are_held_to_each_other() -> None:
     assert "elsewhere" in found.reason
 
 
-@pytest.mark.parametrize("damage", ["truncated", "foreign", "format", "absent", "twice"])
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "format", "config", "bytes", "rows", "absent", "twice"])
 def test_bad_packs(tmp_path, damage: str) -> None:
     path = tmp_path / "p.safetensors"
     case = golden.golden_case("c", _call(Case("channel", "w8a8")))
@@ -148,6 +148,13 @@ def test_bad_packs(tmp_path, damage: str) -> None:
         golden._write(path, {"a": np.zeros(3, np.float32)})
     elif damage == "format":
         golden._write(path, {"golden": np.frombuffer(b'{"format": 99, "cases": []}', np.uint8)})
+    elif damage == "config":
+        meta = b'{"format": 1, "cases": [{"config": 5}]}'
+        golden._write(path, {"golden": np.frombuffer(meta, np.uint8)})
+    elif damage == "bytes":
+        golden._write(path, {"golden": np.frombuffer(b"\xff\xfe", np.uint8)})
+    elif damage == "rows":
+        golden.write_pack(path, [replace(case, want=case.want[:1])])
     elif damage == "absent":
         with pytest.raises(FileNotFoundError):
             golden.read_pack(tmp_path / "nowhere")

@@ -47,14 +47,18 @@ def _times(rows: Sequence[Row]) -> Table:
     for row in rows:
         m, told = row["model"][0], row["published"]
         fixed = m["plan"] + m["launches"] + m["latency"]
+        about = "~" if row["around_estimated"] else ""
         lines.append((
             _name(row), str(row["cell"]["tokens"]), f"{row['dispatch']} {row['transport']}",
-            *(f"{m[k]:.0f}" for k in ("dispatch", "hbm", "compute", "kernel", "transport")), f"{fixed:.0f}",
-            _clocked(row), " / ".join(f"{us:.0f}" for us in row["launch_range_us"]),
+            *(f"{m[k]:.0f}" for k in ("dispatch", "hbm", "compute", "kernel", "transport")), f"{about}{fixed:.0f}",
+            f"{about}{_clocked(row)}", " / ".join(f"{us:.0f}" for us in row["launch_range_us"]),
             f"{row['roofline']['total']:.0f}", f"{m['total'] / row['roofline']['total']:.2f}",
             "-" if told is None else f"{told['us']:.0f}",
         ))
-    title = "Modelled microseconds of a layer (totals at each clock, v7x 1.2 / 1.1 / 1.3 GHz, others at the first)"
+    title = (
+        "Modelled microseconds of a layer (totals at each clock, v7x 1.2 / 1.1 / 1.3 GHz, others at the first; "
+        "~: what XLA runs is estimated)"
+    )
     return title, columns, lines
 
 

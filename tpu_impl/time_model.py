@@ -165,7 +165,7 @@ def visit_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, r
     blocks, chunks = -(-rows // ROW_BLOCK), -(-rows // spec.blocks.stage)
     i = cost.rung(spec, rows)
     # Rows are sorted by adapter and owner, so a run is one of these cells that has a row.
-    cells = spec.ep * (spec.lora.slots + 1 if spec.lora else 1)
+    cells = spec.ep * (spec.lora.slots if spec.lora else 1)
     runs = cells * (1 - (1 - 1 / cells) ** rows) + chunks - 1 if spec.pushes else 0.0
     pairs = min(present_pairs(spec, rows), spec.blocks.pairs)
     own: float = cost.visit + blocks * (cost.gather + cost.stage) + chunks * cost.ship

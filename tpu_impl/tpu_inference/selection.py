@@ -9,6 +9,8 @@ constructor of the latter, word for word, with the other selector.
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 from tpu_inference.logger import init_logger
@@ -90,10 +92,23 @@ def _platform() -> Platform:
     return found if found.is_tpu else Platform.cpu()
 
 
+_BLOCK_SHAPE = "resolve_fp8_moe_weight_block_shape"
+
+
+def _block_shape(original: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's block shape for a tensor-parallel share; asked about an explicit backend, its function may raise."""
+    config = copy.copy(config)
+    config.moe_backend = "auto"
+    return original(config, *args, **kwargs)
+
+
 def construct(vllm_class: type, method: Any, *args: Any, **kwargs: Any) -> None:
     """Run `vllm_class.__init__` on `method` with `select_on_tpu` as its selector."""
     constructor = vars(vllm_class)["__init__"]
-    with_names(constructor, select_fp8_moe_backend=select_on_tpu)(method, *args, **kwargs)
+    names: dict[str, Any] = {"select_fp8_moe_backend": select_on_tpu}
+    if _BLOCK_SHAPE in constructor.__code__.co_names:  # vLLM 0.32 and later
+        names[_BLOCK_SHAPE] = functools.partial(_block_shape, constructor.__globals__[_BLOCK_SHAPE])
+    with_names(constructor, **names)(method, *args, **kwargs)
 
 
 class SafeFp8MoEMethod(Fp8MoEMethod):

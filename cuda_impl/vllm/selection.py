@@ -275,7 +275,8 @@ def _select(original: Selector, config: Any, weight_key: Any, activation_key: An
 def _block_shape(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's block shape for a tensor-parallel share, without the backend that only the selector may refuse.
 
-    vLLM from 0.32 on maps an explicit ``moe_backend`` to FP8 experts here, before it selects, and raises where it has none.
+    From 0.32 on, vLLM maps an explicit ``moe_backend`` to FP8 experts here, before it selects, and raises where it has
+    none.
     """
     from vllm.platforms import current_platform
 

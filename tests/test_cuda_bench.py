@@ -312,8 +312,13 @@ def test_the_clock_takes_the_flush_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["a"].us == pytest.approx(8.0) and found["b"].us == pytest.approx(3000.0)
     assert found["a"].spread == pytest.approx(0.0, abs=1e-6) and len(found["a"].rounds) == 3
     assert found["c"] == "RuntimeError: not permitted"
-    made = []
-    ranks = Dry((3, 4)).time({"a": [lambda: (made.append(1), log.append(7.0))]}, 1)
+    made: list[int] = []
+
+    def counted() -> None:
+        made.append(1)
+        log.append(7.0)
+
+    ranks = Dry((3, 4)).time({"a": [counted]}, 1)
     assert ranks["a"].us == pytest.approx(7.0) and len(made) == 2 + 3  # warm-up, and the passes of one graph
 
 
@@ -368,3 +373,103 @@ def test_bad_command_lines(arguments: list[str], text: str, tmp_path: Path) -> N
 def test_rows_without_a_time_are_shown() -> None:
     table = report.rows_table([_row(1, 5.0), Row("m", "block", "zipf", "none", 1, "vllm triton", verdict="absent")])
     assert table.row_count == 2
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """vLLM's names with objects that note what they are given; the kernel returns zeros."""
+    from types import SimpleNamespace as Names
+
+    from isomoe.cuda_impl.bench import peers_vllm
+
+    seen: list[tuple[str, object]] = []
+
+    class Experts:
+        def __init__(self, config, quant) -> None:
+            self.context: object = "never set"
+
+        def set_lora_context(self, context) -> None:
+            self.context = context
+
+    class Kernel:
+        def __init__(self, prepare, experts) -> None:
+            self.fused_experts = experts
+
+        def apply(self, x, w13, w2, weights, ids, **options):
+            seen.append(("apply", (self.fused_experts.context, w13.dtype, options["global_num_experts"])))
+            return torch.zeros_like(x)
+
+    def punica(**options):
+        seen.append(("punica", options["lora_config"]))
+        return Names(token_mapping_meta=Names(prepare_tensors=lambda ids: seen.append(("mapping", ids.tolist()))))
+
+    def convert(backend, layer, *tensors):
+        seen.append(("convert", (backend, getattr(layer, "weight_block_size", None), tensors[2].shape)))
+        return tensors[:4]
+
+    modules = Names(
+        kernel=Kernel, prepare=lambda: "prepare", activation=Names(SILU="silu"), experts=lambda module, name: Experts,
+        config=Names(
+            FusedMoEParallelConfig=Names(make_no_parallel=lambda: Names()), FusedMoEConfig=lambda **fields: fields,
+            RoutingMethodType=Names(Renormalize=1),
+        ),
+        oracle=Names(
+            Fp8MoeBackend=Names(TRITON="t", MARLIN="m", VLLM_CUTLASS="c", DEEPGEMM="d"),
+            convert_to_fp8_moe_kernel_format=convert, make_fp8_moe_quant_config=lambda *a, **fields: fields,
+        ),
+        lora_context=lambda **fields: Names(**fields), punica=punica, lora_config=lambda **fields: fields,
+    )  # fmt: skip
+    monkeypatch.setattr(peers_vllm, "_modules", lambda: modules)
+    ones = torch.ones
+    monkeypatch.setattr(peers_vllm.torch, "ones", lambda *a, **k: ones(*a, **{**k, "device": "cpu"}))
+    return seen
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_vllm_gets_its_weights_scales_and_adapters(fake_vllm: list, shared: bool) -> None:
+    layer = dataclasses.replace(TINY, name="tiny-ep", local=4)
+    setting = data.LoraSetting(2, 8, shared)
+    adapters = data.random_adapters(layer, setting, "cpu")
+    batch = data.random_batch(layer, 5, 0, "cpu", adapters=2, base_rows=True)
+    by_name = {p.name: p for p in peers.all_peers()}
+    for scheme, scales in (("block", (4, 2, 2)), ("channel", (4, 256, 1))):
+        layer_data = peers.LayerData(layer, scheme, data.random_weights(layer, scheme, "cpu"), torch.device("cpu"))
+        problem = peers.Problem(layer_data, setting, adapters, (batch,))
+        plain = dataclasses.replace(problem, adapters=None, setting=data.LoraSetting())
+        fake_vllm.clear()
+        with_lora = by_name["vllm triton"].build(problem)
+        without = by_name["vllm triton"].build(plain)
+        for calls in (with_lora, without, with_lora):
+            assert calls[0]().shape == (5, 256)
+        notes = dict(fake_vllm)
+        assert [name for name, _ in fake_vllm].count("convert") == 1  # weights are converted once
+        assert notes["convert"] == ("t", [128, 128] if scheme == "block" else None, torch.Size(scales))
+        assert notes["mapping"] == [i - 100 if i >= 0 else -1 for i in batch.adapter_ids.tolist()]
+        first, second, third = (what for name, what in fake_vllm if name == "apply")
+        assert second == (None, torch.float8_e4m3fn, 8) and first == third
+        context = first[0]
+        assert [tuple(t.shape) for t in context.w13_lora_a_stacked] == [(2, 4, 8, 256)] * 2
+        assert [tuple(t.shape) for t in context.w13_lora_b_stacked] == [(2, 4, 128, 8)] * 2
+        assert tuple(context.w2_lora_a_stacked[0].shape) == (2, 4, 8, 128)
+        assert tuple(context.w2_lora_b_stacked[0].shape) == (2, 4, 256, 8)
+        up = adapters.b13[1, 3, 1, :, :8]
+        assert torch.equal(context.w13_lora_b_stacked[1][1, 3], up)
+        outer = adapters.a13[1, 0 if shared else 3, 0, :8]
+        assert torch.equal(context.w13_lora_a_stacked[0][1, 3], outer)
+
+
+def test_why_a_vllm_path_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # as if vLLM were there
+    layer_data = peers.LayerData(TINY, "channel", data.random_weights(TINY, "channel", "cpu"), torch.device("cuda"))
+    adapters = data.random_adapters(TINY, LORA, "cpu")
+    problem = peers.Problem(layer_data, LORA, adapters, (data.random_batch(TINY, 5, 0, "cpu", adapters=2),))
+    found = {p.name: p.why_not(problem) for p in peers.all_peers() if p.name.startswith("vllm ")}
+    assert found == {
+        "vllm triton": None, "vllm marlin": None, "vllm cutlass": "no adapters",
+        "vllm deepgemm": "reads no channel scales",
+    }  # fmt: skip
+    big = dataclasses.replace(problem, batches=(data.random_batch(TINY, 8193, 0, "cpu"),))
+    (triton,) = [p for p in peers.all_peers() if p.name == "vllm triton"]
+    assert "8193 tokens" in (triton.why_not(big) or "")

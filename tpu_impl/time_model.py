@@ -324,10 +324,13 @@ def estimate_kernel_us(gen: Generation, spec: KernelSpec, config: FusedMoEConfig
     spread = row_distribution(num_tokens, config.experts_per_token, config.num_experts)
     peak = peak_tflops(gen, spec.recipe) * (MXU_SHARE_E4M3 if gen.native_e4m3 else MXU_SHARE)
 
+    per_kib = 0.0 if gen.native_e4m3 else PACKED * spec.fp8_wire + UNPACKED * (spec.dispatch == "ag_fp8")
+    row_us = per_kib * spec.hidden / 1024 / gen.clock_ghz / 1e3
+
     def one(rows: int) -> float:
         hbm = expert_bytes(spec, rows) / gen.hbm_gbps / 1e3
         heights = [next(h for h in spec.blocks.rungs if h >= n) for n in panel_rows(spec, rows)]
-        return max(hbm, 2 * sum(heights) * matrix_elements(spec) / peak / 1e6)
+        return max(hbm, 2 * sum(heights) * matrix_elements(spec) / peak / 1e6 + rows * row_us)
 
     return spec.experts * sum(chance * one(n) for n, chance in spread)
 
@@ -366,6 +369,9 @@ USUAL = Glue(5_000, 115, 260_000, 3, ())
 SUMMED_ROW, SUMMED_COLUMN = 45, 0.0232
 """What compiled layers have around their kernels (docs/tpu-performance.md), and cycles of a row that XLA brings into
 the final sum."""
+
+PACKED, UNPACKED = 6.3, 2.9
+"""Bundles for 1024 elements of a row rounded to e4m3 and back where that is not native (v6e, H 6144)."""
 
 MXU_SHARE_E4M3, MXU_SHARE = 0.5, 0.85
 """Of peak, what compiled prefill schedules reach all in, on v7x and elsewhere; used only where there is no schedule."""

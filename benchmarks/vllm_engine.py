@@ -388,8 +388,8 @@ def compare(folder: Path, wanted: Sequence[tuple[str, str, str]] = ()) -> bool:
             verdict(f"{at}: vLLM's MoE kernels", bool(theirs) == (experts == "vllm"), ", ".join(theirs) or "none ran")
     for scheme in SCHEMES:
         for lora in ("on", "off"):
-            pair = [runs.get((scheme, e, lora)) for e in ("vllm", "isomoe")]
-            if None in pair:
+            pair = [r for e in ("vllm", "isomoe") if (r := runs.get((scheme, e, lora))) is not None]
+            if len(pair) < 2:
                 continue
             a, b = (p["probe"] for p in pair)
             for name in sorted(set(a) & set(b)):

@@ -10,22 +10,24 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from isomoe.common import tolerances  # noqa: E402
-from isomoe.common.adapters import AdapterError, AdapterPool  # noqa: E402
-from isomoe.common.config import FusedMoEConfig  # noqa: E402
-from isomoe.common.executors import run_moe  # noqa: E402
-from isomoe.common.metrics import rel_l2, worst_row  # noqa: E402
-from isomoe.common.numerics import BF16  # noqa: E402
-from isomoe.common.placement import ExpertPlacement  # noqa: E402
-from isomoe.common.recipes import default_recipe  # noqa: E402
-from isomoe.common.weights import LoRAAdapter, quantize_moe_weights  # noqa: E402
-from isomoe.cuda_impl import adapter_mirror, fused_moe, prepare_weights  # noqa: E402
-from isomoe.cuda_impl._runtime import INTERPRETED  # noqa: E402
-from isomoe.cuda_impl.adapter_mirror import AdapterMirror  # noqa: E402
-from isomoe.cuda_impl.prepare import AdapterSlots, to_torch  # noqa: E402
+import torch
+
+from isomoe.common import tolerances
+from isomoe.common.adapters import AdapterError, AdapterPool
+from isomoe.common.config import FusedMoEConfig
+from isomoe.common.executors import run_moe
+from isomoe.common.metrics import rel_l2, worst_row
+from isomoe.common.numerics import BF16
+from isomoe.common.placement import ExpertPlacement
+from isomoe.common.recipes import default_recipe
+from isomoe.common.weights import LoRAAdapter, quantize_moe_weights
+from isomoe.cuda_impl import adapter_mirror, fused_moe, prepare_weights
+from isomoe.cuda_impl._runtime import INTERPRETED
+from isomoe.cuda_impl.adapter_mirror import AdapterMirror
+from isomoe.cuda_impl.prepare import AdapterSlots, to_torch
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 T, K, E, H, I, R = 6, 2, 4, 128, 128, 16
@@ -142,9 +144,9 @@ def _step(pool: AdapterPool, random_: random.Random, seed: int) -> str:
         pool.unload(random_.choice(loaded))
         return kind
     adapter_id = random_.choice(loaded if kind == "replace" else [i for i in IDS if i not in loaded])
-    options = dict(rank=random_.choice((1, 5, R)), shared=random_.random() < 0.4)
+    rank, shared = random_.choice((1, 5, R)), random_.random() < 0.4
     layers = random_.choice(((0, 1), (0, 1), (0,), (1,)))
-    getattr(pool, kind)({n: _adapter(adapter_id, 10 * seed + n, **options) for n in layers})
+    getattr(pool, kind)({n: _adapter(adapter_id, 10 * seed + n, rank=rank, shared=shared) for n in layers})
     return kind
 
 
@@ -288,7 +290,8 @@ def test_after_every_copy_what_is_published_is_whole_and_no_live_id_is_missing(
     pool = AdapterPool(CONFIG, num_layers=LAYERS)
     mirror = AdapterMirror(pool, device=DEVICE)
     _poison(mirror)
-    real, live, looks = adapter_mirror._copy, set(), []
+    real, looks = adapter_mirror._copy, []
+    live: set[int] = set()
 
     def look(target: torch.Tensor, source: torch.Tensor) -> None:
         old = mirror.adapters(0).slot_ids.tolist()
@@ -452,7 +455,12 @@ def test_a_graph_over_another_pools_tensors_is_an_error(serving) -> None:
 def test_no_load_during_a_capture(serving) -> None:
     pool, mirror = serving
     done = threading.Event()
-    writer = threading.Thread(target=lambda: (pool.load(_adapter(5, 1)), done.set()))
+
+    def write() -> None:
+        pool.load(_adapter(5, 1))
+        done.set()
+
+    writer = threading.Thread(target=write)
     with mirror.capture():
         writer.start()
         assert not done.wait(0.2)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import DTypeLike
 
 from isomoe.common import parity
 from isomoe.common.backends import register_moe_backend, unregister_moe_backend
@@ -162,7 +163,7 @@ def register() -> Iterator:
         unregister_moe_backend(name)
 
 
-def _adapter(adapter_id: int, rank: int, gain: float = 1.0, dtype: object = BF16) -> LoRAAdapter:
+def _adapter(adapter_id: int, rank: int, gain: float = 1.0, dtype: DTypeLike = BF16) -> LoRAAdapter:
     rng = np.random.default_rng(adapter_id)
 
     def normal(*shape: int, fan: int) -> np.ndarray:

@@ -121,7 +121,7 @@ def make_weights(scheme, static=False, config=CONFIG, seed=0):
     )
     w2 = rng.standard_normal((config.num_experts, config.hidden_dim, config.intermediate_size)) * 0.1
     weights = quantize_moe_weights(w13, w2.astype(np.float32), scheme)
-    changes = {}
+    changes: dict[str, np.ndarray] = {}
     if static:
         changes |= {
             k: np.asarray(v, np.float32) for k, v in (("w13_input_scale", 0.02), ("w2_input_scale", 0.03))
@@ -802,7 +802,8 @@ def test_an_executor_registered_late_is_found(monkeypatch):
     layer = load(method, weights)
     reference = executors.executor_class("reference")
     module = types.ModuleType("kunlun_experts")
-    module.Experts = type("Experts", (reference,), {"support": replace(reference.support, lora=False)})
+    experts = type("Experts", (reference,), {"support": replace(reference.support, lora=False)})
+    monkeypatch.setattr(module, "Experts", experts, raising=False)
     monkeypatch.setitem(sys.modules, "kunlun_experts", module)
     register_moe_backend(
         "kunlun", "kunlun_experts:Experts", platforms=("out_of_tree",), schemes=("block",), auto_select=True
@@ -840,7 +841,7 @@ def test_the_default_recipe_suits_device_and_checkpoint(monkeypatch):
     for platform, executor, group, request, want in cases:
         method = CompressedTensorsW8A8Fp8MoEMethod(*group, CONFIG, platform=platform, moe_backend=request)
         layer = load(method, weights)
-        calls = []
+        calls: list[tuple[str, str]] = []
 
         def run(cls, call, calls=calls):
             calls.append((cls.name, call.recipe.name))

@@ -16,23 +16,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-jax = pytest.importorskip("jax")
+pytest.importorskip("jax")
 
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from isomoe.common.adapters import AdapterError, AdapterPool  # noqa: E402
-from isomoe.common.config import FusedMoEConfig  # noqa: E402
-from isomoe.common.executors import run_moe  # noqa: E402
-from isomoe.common.metrics import compare, rel_l2  # noqa: E402
-from isomoe.common.numerics import BF16  # noqa: E402
-from isomoe.common.recipes import default_recipe  # noqa: E402
-from isomoe.common.weights import LoRAAdapter, quantize_moe_weights  # noqa: E402
-from isomoe.tpu_impl import adapter_mirror, ep_moe, layout  # noqa: E402
-from isomoe.tpu_impl.adapter_mirror import OPERANDS, AdapterMirror, lora_spec  # noqa: E402
-from isomoe.tpu_impl.blocks import interpreter_blocks  # noqa: E402
-from isomoe.tpu_impl.executor import InterpretSettings  # noqa: E402
-from isomoe.tpu_impl.spec import LoRASpec  # noqa: E402
+from isomoe.common.adapters import AdapterError, AdapterPool
+from isomoe.common.config import FusedMoEConfig
+from isomoe.common.executors import run_moe
+from isomoe.common.metrics import compare, rel_l2
+from isomoe.common.numerics import BF16
+from isomoe.common.recipes import default_recipe
+from isomoe.common.weights import LoRAAdapter, quantize_moe_weights
+from isomoe.tpu_impl import adapter_mirror, ep_moe, layout
+from isomoe.tpu_impl.adapter_mirror import OPERANDS, AdapterMirror, lora_spec
+from isomoe.tpu_impl.blocks import interpreter_blocks
+from isomoe.tpu_impl.executor import InterpretSettings
+from isomoe.tpu_impl.spec import LoRASpec
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -118,8 +119,8 @@ def test_fifty_changes_of_eight_adapters_trace_once(monkeypatch: pytest.MonkeyPa
 
     def total(tensors: dict[str, jax.Array], slots: jax.Array) -> jax.Array:
         traces["reader"] += 1
-        return sum(jnp.where(slots >= 0, t[slots, 0].reshape(len(slots), -1).sum(1, dtype=jnp.float32), 0)
-                   for t in tensors.values())  # fmt: skip
+        rows = [t[slots, 0].reshape(len(slots), -1).sum(1, dtype=jnp.float32) for t in tensors.values()]
+        return jnp.where(slots >= 0, jnp.stack(rows).sum(0), 0)
 
     reader = jax.jit(
         jax.shard_map(
@@ -141,9 +142,9 @@ def test_fifty_changes_of_eight_adapters_trace_once(monkeypatch: pytest.MonkeyPa
         else:
             fresh = [i for i in range(100, 112) if i not in loaded]
             adapter_id = random_.choice(loaded if kind == "replace" else fresh)
-            one = dict(rank=random_.choice((1, 5, R)), shared=random_.random() < 0.4)
+            rank, shared = random_.choice((1, 5, R)), random_.random() < 0.4
             layers = (0, 1) if step % 3 else (1,)
-            getattr(pool, kind)({n: _adapter(adapter_id, 2 * step + n, **one) for n in layers})
+            getattr(pool, kind)({n: _adapter(adapter_id, 2 * step + n, rank=rank, shared=shared) for n in layers})
         ids = (list(pool.adapter_ids) + [-1] * 8)[:8]
         with mirror.batch(ids) as batch:
             sums = reader(batch.operands(step % 2), batch.adapter_slots)
@@ -275,7 +276,7 @@ def test_the_kernel_serves_what_the_pool_holds(monkeypatch: pytest.MonkeyPatch) 
     layer.check(before, tuple(first.values()), ids)
     assert ep_moe.interpreted_layer._cache_size() == traced + 1
 
-    calls = Counter()
+    calls: Counter[str] = Counter()
     put = adapter_mirror._put
 
     def failing(array, sharding):

@@ -23,9 +23,8 @@ from ..common.checks import check_choice
 from ..common.config import FusedMoEConfig
 from ..common.recipes import default_recipe
 from ..common.weights import SCHEMES
-from . import presum
+from . import combine
 from .blocks import make_spec, max_tokens
-from .combine import combine
 from .expert_kernel import expert_kernel
 from .generations import generation
 from .numerics import join_scales, pack_fp8_rows, pack_rows
@@ -201,8 +200,7 @@ def _check_fits(build: EPBuild, spec: KernelSpec) -> None:
 
 def _most_tokens(spec: KernelSpec, smem_bytes: int) -> int:
     """Tokens whose routing tables fit scalar memory."""
-    most = max_tokens(spec, smem_bytes)
-    return min(most, presum.max_tokens(spec, smem_bytes)) if spec.transport == "presum_fp8" else most
+    return min(max_tokens(spec, smem_bytes), combine.max_tokens(spec, smem_bytes))
 
 
 def _check_arguments(
@@ -321,7 +319,7 @@ def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> j
         "bounds_checks": build.bounds_checks, "collective_id": build.collective_id,
     }
     results = expert_kernel(spec, scalars, {"x": _gather_rows(spec, args["x"]), **args["tensors"]}, **launch)
-    return combine(spec, results, plan, args["weights"], launch)
+    return combine.combine(spec, results, plan, args["weights"], launch)
 
 
 def _gather_rows(spec: KernelSpec, x: jax.Array) -> jax.Array:

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weighted sum of each token's rows, from rows as they lie to bf16 ``[tokens, H]``.
+
+    y[t] = sum over k with at[t, k] >= 0, k ascending, of  weights[t, k] * (scales[at[t, k]] * rows[at[t, k]])
+
+in float32, and rounded once. Groups of tokens: the next group's rows are on their way, one DMA a row, while one is
+summed. A row is ``[H/128, 128]``, so a token's sum is too; sums of a group are laid down one after another and read
+back across, which gives the ``[group, 128]`` columns of the result. XLA would relayout every row first.
+
+Scalar instructions bound the copies (about four bundles a row on v7x), so what most calls do not need is kept out of
+their loop: where no pair at all is skipped, none is asked about.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .shipping import DTYPES, allocate
+from .spec import LANES, Buffer, round_up
+
+NAME = "isomoe_combine_kernel"
+# Tokens of a group: the sublanes of a bf16 tile, or half of them; the first where it fits.
+GROUPS = (16, 8)
+# Pairs handled by straight-line code: a loop of few would mostly wait for its own scalars. In the interpreter it would
+# only make a larger program.
+UNROLLED = 32
+# On-chip bytes the buffers may take where fewer tokens would do.
+BUDGET = 24 << 20
+# Scalar memory that is not for tables.
+SMEM_RESERVE = 32 * 1024
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def max_tokens(top_k: int, smem_bytes: int) -> int:
+    """Most tokens whose tables fit scalar memory, if every pair has a row and a scale of its own."""
+    words = (smem_bytes - SMEM_RESERVE) // 4 - 2
+    return max(0, words // (3 * top_k) - (GROUPS[-1] - 1))
+
+
+def scratch(group: int, top_k: int, sublanes: int, dtype: Any) -> list[Buffer]:
+    """On-chip buffers, in the kernel's argument order."""
+    return [
+        Buffer("rows", "vmem", (2, group * top_k, sublanes, LANES), _NAMES[dtype]),
+        # An odd stride between tokens: reading across them meets no memory bank twice.
+        Buffer("sums", "vmem", (group * (sublanes + 1), LANES), "float32"),
+        Buffer("st", "vmem", (2, group, sublanes * LANES), "bfloat16"),
+        Buffer("count", "smem", (2,), "int32"),
+        Buffer("gather_sem", "dma", (2,)),
+        Buffer("out_sem", "dma", (2,)),
+    ]
+
+
+def group_size(tokens: int, top_k: int, sublanes: int, dtype: Any) -> int:
+    """Tokens summed together: a whole tile where that divides `tokens` and `BUDGET` allows it."""
+    for group in GROUPS[:-1]:
+        if tokens % group == 0 and sum(b.nbytes for b in scratch(group, top_k, sublanes, dtype)) <= BUDGET:
+            return group
+    return GROUPS[-1]
+
+
+class _Kernel:
+    """The traced body."""
+
+    def __init__(self, refs: dict[str, Any], group: int, top_k: int, unrolled: int) -> None:
+        self.r, self.group, self.top_k = refs, group, top_k
+        self.pairs = group * top_k
+        self.groups = refs["o"].shape[0] // group
+        self.sublanes = refs["x"].shape[1]
+        # Whole tokens, so that a sum stays in registers.
+        self.at_once = next((n for n in (8, 4, 2) if n * top_k <= unrolled and group % n == 0), 1)
+        self.unroll = unrolled > 1
+
+    def each_pair(self, g: jax.Array, body: Callable[[jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
+        """``carry = body(i, row, carry)`` for the pairs of a group: place in the group, row or -1."""
+        step = self.at_once * self.top_k if self.unroll else 1
+
+        def some(c: jax.Array, carry: Any) -> Any:
+            first = g * self.pairs + c * step  # one addition less for each pair
+            for j in range(step):
+                carry = body(c * step + j, self.r["at"][first + j], carry)
+            return carry
+
+        return lax.fori_loop(0, self.pairs // step, some, carry)
+
+    def start_all(self, g: jax.Array) -> None:
+        """Start the copies of a group without skipped pairs."""
+        r, q = self.r, g & 1
+
+        def one(i: jax.Array, row: jax.Array, _: None) -> None:
+            pltpu.make_async_copy(r["x"].at[row], r["rows"].at[q, i], r["gather_sem"].at[q]).start()
+
+        self.each_pair(g, one, None)
+        r["count"][q] = self.pairs
+
+    def start_used(self, g: jax.Array) -> None:
+        """Start the copies of a group; a skipped pair has zeros for a row, as what lies anywhere may be NaN."""
+        r, q = self.r, g & 1
+
+        def one(i: jax.Array, row: jax.Array, count: jax.Array) -> jax.Array:
+            @pl.when(row >= 0)
+            def _() -> None:
+                pltpu.make_async_copy(r["x"].at[row], r["rows"].at[q, i], r["gather_sem"].at[q]).start()
+
+            @pl.when(row < 0)
+            def _() -> None:
+                r["rows"][q, i] = jnp.zeros(r["rows"].shape[2:], r["rows"].dtype)
+
+            return count + (row >= 0).astype(jnp.int32)
+
+        r["count"][q] = self.each_pair(g, one, jnp.int32(0))
+
+    def start(self, g: jax.Array) -> None:
+        every = self.r["at"][self.groups * self.pairs] == 1
+        pl.when(every)(functools.partial(self.start_all, g))
+        pl.when(jnp.logical_not(every))(functools.partial(self.start_used, g))
+
+    def wait(self, g: jax.Array) -> None:
+        r, q = self.r, g & 1
+        count = r["count"][q]
+
+        @pl.when(count > 0)
+        def _() -> None:
+            got = r["rows"].at[q, pl.ds(0, count)]
+            pltpu.make_async_copy(got, got, r["gather_sem"].at[q]).wait()
+
+    def sum_token(self, g: jax.Array, t: jax.Array) -> None:
+        r, q = self.r, g & 1
+        first = g * self.pairs + t * self.top_k
+
+        def add(k: jax.Array | int, total: jax.Array) -> jax.Array:
+            pair = first + k
+            row = r["rows"][q, t * self.top_k + k].astype(jnp.float32)
+            if "scales" in r:
+                row = row * r["scales"][r["at"][pair] + 1]
+            return total + r["weights"][pair] * row
+
+        total = jnp.zeros((self.sublanes, LANES), jnp.float32)
+        total = lax.fori_loop(0, self.top_k, add, total, unroll=self.unroll)
+        r["sums"][pl.ds(t * (self.sublanes + 1), self.sublanes)] = total
+
+    def out_copy(self, g: jax.Array) -> Any:
+        r, q = self.r, g & 1
+        rows = pl.ds(pl.multiple_of(g * self.group, self.group), self.group)
+        return pltpu.make_async_copy(r["st"].at[q], r["o"].at[rows], r["out_sem"].at[q])
+
+    def one_group(self, g: jax.Array) -> None:
+        r, q = self.r, g & 1
+        self.wait(g)
+
+        def tokens(c: jax.Array, _: None) -> None:
+            for j in range(self.at_once):
+                self.sum_token(g, c * self.at_once + j)
+
+        lax.fori_loop(0, self.group // self.at_once, tokens, None)
+        pl.when(g >= 2)(lambda: self.out_copy(g).wait())
+        for j in range(self.sublanes):
+            column = r["sums"][pl.ds(j, self.group, stride=self.sublanes + 1), :]
+            r["st"][q, :, j * LANES : (j + 1) * LANES] = column.astype(jnp.bfloat16)
+        self.out_copy(g).start()
+
+    def run(self) -> None:
+        def step(s: jax.Array, _: None) -> None:
+            pl.when(s < self.groups)(functools.partial(self.start, s))
+            pl.when(s > 0)(functools.partial(self.one_group, s - 1))
+
+        lax.fori_loop(0, self.groups + 1, step, None)
+        for g in range(max(0, self.groups - 2), self.groups):
+            self.out_copy(jnp.int32(g)).wait()
+
+
+def _body(names: list[str], group: int, top_k: int, unrolled: int, *refs: Any) -> None:
+    _Kernel(dict(zip(names, refs, strict=True)), group, top_k, unrolled).run()
+
+
+def combine_kernel(
+    rows: jax.Array,
+    at: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array | None = None,
+    *,
+    vmem_limit_bytes: int,
+    interpret: Any = False,
+    bounds_checks: bool = False,
+) -> jax.Array:
+    """Gather and sum on one device.
+
+    Args:
+      rows: e4m3 or bfloat16 ``[rows, H/128, 128]``; rows nobody refers to may hold anything.
+      at: int32 ``[tokens, K]``, each pair's row, or -1 to skip it.
+      weights: float32 ``[tokens, K]``; not read as numbers where `at` is -1.
+      scales: float32 ``[rows]``, the rows' own where they are codes.
+      vmem_limit_bytes, interpret, bounds_checks: as `expert_kernel`'s.
+
+    Returns:
+      bfloat16 ``[tokens, H]``; zeros where every pair is skipped.
+    """
+    tokens, top_k = at.shape
+    sublanes, dtype = rows.shape[1], rows.dtype.type
+    group = group_size(tokens, top_k, sublanes, dtype)
+    padded = round_up(tokens, group)
+    more = ((0, padded - tokens), (0, 0))
+    every = jnp.all(at >= 0) & (padded == tokens)
+    pairs = jnp.append(jnp.pad(at, more, constant_values=-1).reshape(-1), every.astype(jnp.int32))
+    scalars = {"at": pairs, "weights": jnp.pad(jnp.where(at >= 0, weights, 0.0), more).reshape(-1)}
+    if scales is not None:
+        # A skipped pair's is 0, so rows are counted from 1.
+        scalars["scales"] = jnp.pad(scales, (1, 0))
+    buffers = scratch(group, top_k, sublanes, dtype)
+    names = [*scalars, "x", "o", *(buffer.name for buffer in buffers)]
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    size, hidden = tokens * top_k, sublanes * LANES
+    call = pl.pallas_call(
+        functools.partial(_body, names, group, top_k, 1 if interpret else UNROLLED),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars), grid=(1,), in_specs=[anywhere], out_specs=anywhere,
+            scratch_shapes=[allocate(buffer) for buffer in buffers],
+        ),
+        out_shape=jax.ShapeDtypeStruct((padded, hidden), jnp.bfloat16),
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=not bounds_checks
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=3 * size * hidden, bytes_accessed=size * hidden * rows.dtype.itemsize, transcendentals=0
+        ),
+        interpret=interpret,
+        name=NAME,
+    )
+    return call(*scalars.values(), rows)[:tokens]

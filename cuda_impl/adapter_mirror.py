@@ -394,8 +394,6 @@ class AdapterMirror:
         adapter_id = next(iter(layers.values())).adapter_id
         if self._capturing:
             raise AdapterError("capture: got a load from the thread that captures a graph")
-        if adapter_id > np.iinfo(np.int32).max:
-            raise AdapterError(f"adapter_id: got {adapter_id}, want at most {np.iinfo(np.int32).max} on a device")
         outside = sorted(set(layers) - set(self.layers.tolist()))
         if outside:
             raise AdapterError(f"layers: got {outside}, this mirror has {self.layers.tolist()}")

@@ -48,7 +48,10 @@ def _plan(**changes) -> run.Plan:
     return run.Plan(**{"layers": [TINY], "schemes": ["block"], "tokens": [3], "rounds": 2, "device": "cpu"} | changes)
 
 
-def test_a_whole_run_writes_rows_goals_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_whole_run_writes_rows_goals_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # a narrower terminal shortens names
     fake = FakeClock()
     plan = _plan(schemes=["block", "channel"], loras=[data.LoraSetting(), LORA])
     main.bench(main.Options(out=tmp_path), clock=fake, rates=RATES, plan=plan)

@@ -62,9 +62,9 @@ def _lower_kernel(build: EPBuild, tokens: int) -> Any:
     spec = build.spec(-(-tokens // build.ep) * build.ep)
     split = build.shardings()
 
-    def local(table: jax.Array, x: jax.Array, tensors: dict[str, jax.Array]) -> list[jax.Array]:
+    def local(tables: list[jax.Array], x: jax.Array, tensors: dict[str, jax.Array]) -> list[jax.Array]:
         return expert_kernel(
-            spec, [table], {"x": x, **tensors},
+            spec, tables, {"x": x, **tensors},
             vmem_limit_bytes=generation(build.generation).vmem_limit_bytes,
         )
 
@@ -74,9 +74,12 @@ def _lower_kernel(build: EPBuild, tokens: int) -> Any:
         local, mesh=build.mesh, in_specs=(rows, PartitionSpec(), {n: split[n] for n in tensors}), out_specs=rows,
         check_vma=False,
     )
+    tables = [_abstract(build, (build.ep * spec.table.size,), jnp.int32, rows)]
+    if spec.dispatch == "ag_fp8":
+        tables.append(_abstract(build, (build.ep * spec.tokens,), jnp.float32, rows))
     return jax.jit(mapped).lower(
-        _abstract(build, (build.ep * spec.table.size,), jnp.int32, rows),
-        _abstract(build, (spec.tokens, spec.row_words, 128), jnp.uint32, PartitionSpec()),
+        tables,
+        _abstract(build, (spec.tokens, *spec.row_shape), jnp.uint32, PartitionSpec()),
         tensors,
     )
 

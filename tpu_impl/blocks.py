@@ -115,8 +115,9 @@ def make_spec(
 
 
 def table_bytes(spec: KernelSpec) -> int:
-    """Scalar memory of the routing table."""
-    return 4 * spec.table.size
+    """Scalar memory that grows with the batch: the routing table, the list of visits, scales of FP8 rows."""
+    scales = spec.tokens if spec.dispatch == "ag_fp8" else 0
+    return 4 * (spec.table.size + spec.max_visits * spec.visit_width + scales)
 
 
 def max_tokens(spec: KernelSpec, smem_bytes: int) -> int:

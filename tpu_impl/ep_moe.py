@@ -27,7 +27,7 @@ from . import combine
 from .blocks import make_spec, max_tokens
 from .expert_kernel import expert_kernel
 from .generations import generation
-from .numerics import join_scales, pack_fp8_rows, pack_rows
+from .numerics import pack_fp8_rows, pack_rows
 from .plan import build_plan
 from .spec import Blocks, KernelSpec, LoRASpec, dma_semaphores, round_up, vmem_bytes
 
@@ -312,26 +312,27 @@ interpreted_layer = jax.jit(
 
 def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> jax.Array:
     """One device's share, inside `shard_map`."""
-    plan = build_plan(spec, build.experts, args["ids"], args["weights"], args.get("slots"), args["rank"][0])
-    scalars = [plan.table] + ([args["act_scale"]] if spec.static_scales else [])
+    rows, scales = _pack(spec, args["x"])
+    plan = build_plan(
+        spec, build.experts, args["ids"], args["weights"], args.get("slots"), args["rank"][0], scales
+    )
+    tables = [t for t in (plan.table, plan.scales, args.get("act_scale")) if t is not None]
     launch: dict[str, Any] = {
         "vmem_limit_bytes": generation(build.generation).vmem_limit_bytes, "interpret": build.interpret,
         "bounds_checks": build.bounds_checks, "collective_id": build.collective_id,
     }
-    results = expert_kernel(spec, scalars, {"x": _gather_rows(spec, args["x"]), **args["tensors"]}, **launch)
+    if spec.ep > 1:
+        rows = lax.all_gather(rows, spec.axis, axis=0, tiled=True)
+    results = expert_kernel(spec, tables, {"x": rows, **args["tensors"]}, **launch)
     return combine.combine(spec, results, plan, args["weights"], launch)
 
 
-def _gather_rows(spec: KernelSpec, x: jax.Array) -> jax.Array:
-    """All devices' rows as the kernel reads them, uint32 ``[T, spec.row_words, 128]``."""
-
-    def everyone(a: jax.Array) -> jax.Array:
-        return lax.all_gather(a, spec.axis, axis=0, tiled=True) if spec.ep > 1 else a
-
+def _pack(spec: KernelSpec, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Rows as the kernel reads them, uint32 ``[T_local, *spec.row_shape]``; codes' scales, float32 ``[T_local]``."""
     if spec.dispatch == "ag_bf16":
-        return everyone(pack_rows(x))
-    codes, scale = pack_fp8_rows(x)
-    return join_scales(everyone(codes), everyone(scale), spec.row_words)
+        return pack_rows(x), None
+    words, scales = pack_fp8_rows(x)
+    return words.reshape(x.shape[0], *spec.row_shape), scales
 
 
 def place(tensors: dict[str, np.ndarray], build: EPBuild) -> dict[str, jax.Array]:

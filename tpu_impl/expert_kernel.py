@@ -58,14 +58,73 @@ class _Kernel:
         self.blocks = spec.blocks
         self.r = refs
         self.table = spec.table
-        self.visits = refs["tab"][0]
+        self.rank = refs["tab"][0]
+        self.visits = self.list_visits()
+        refs["cursor"][0] = 0
         # Send buffers and the results they go to.
         self.shipping = Shipping(refs, spec.axis, spec.ep, list(zip(("st", "st_scale"), results(spec), strict=False)))
 
-    # -- the visit table --------------------------------------------------------------------------------------
+    # -- the visits -------------------------------------------------------------------------------------------
+
+    def cell(self, c: jax.Array) -> jax.Array:
+        """First sorted row of a cell; of the first past the last segment, the number of rows."""
+        return self.r["tab"][self.table.cells + c]
+
+    def segment(self, s: jax.Array) -> jax.Array:
+        """First sorted row of a segment, where the one before it ends."""
+        return self.cell(s * self.spec.ep)
+
+    def list_visits(self) -> jax.Array:
+        """Write the list of visits (words as `KernelSpec.visit_width` says); returns how many there are.
+
+        An expert's rows are cut where `pairs` adapters are full, the last part also holding the rows without one, and
+        each part into panels.
+        """
+        spec, b, width = self.spec, self.blocks, self.spec.visit_width
+        slots = spec.lora.slots if spec.lora else 0
+
+        def group(g: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            expert, slot = lax.div(g, spec.groups), lax.rem(g, spec.groups) * b.pairs
+            base = expert * (slots + 1)
+            beyond = jnp.where(lax.rem(g, spec.groups) == spec.groups - 1, slots + 1, slot + b.pairs)
+            start, end = self.segment(base + slot), self.segment(base + beyond)
+
+            def panel(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                v, chunk = carry
+                first = start + i * b.rows
+                count = jnp.minimum(end - first, b.rows)
+                pairs = self.list_pairs(v * width + 5, base, slot, first, count)
+                for field, value in enumerate((expert, first, count, chunk, pairs)):
+                    self.r["visits"][v * width + field] = value
+                return v + 1, chunk + lax.div(count + (b.stage - 1), b.stage)
+
+            return lax.fori_loop(0, lax.div(end - start + (b.rows - 1), b.rows), panel, carry)
+
+        zero = jnp.int32(0)
+        return lax.fori_loop(0, spec.experts * spec.groups, group, (zero, zero))[0]
+
+    def list_pairs(
+        self, at: jax.Array, base: jax.Array, slot: jax.Array, first: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        """Write slot, first row and end row of each adapter from `slot` on that has rows in a visit; returns how many.
+
+        `base`: the segment of the expert's first adapter.
+        """
+        if self.spec.lora is None:
+            return jnp.int32(0)
+        slots, visits = self.spec.lora.slots, self.r["visits"]
+
+        def one(i: jax.Array, found: jax.Array) -> jax.Array:
+            low = jnp.maximum(self.segment(base + slot + i) - first, 0)
+            high = jnp.minimum(self.segment(base + slot + i + 1) - first, count)
+            for field, value in enumerate((slot + i, low, high)):
+                visits[at + 3 * found + field] = value  # the next one overwrites it where it has no rows
+            return found + jnp.where(high > low, 1, 0)
+
+        return lax.fori_loop(0, jnp.minimum(self.blocks.pairs, slots - slot), one, jnp.int32(0))
 
     def visit(self, v: jax.Array, field: jax.Array | int) -> jax.Array:
-        return self.r["tab"][self.table.visits + v * self.table.visit_width + field]
+        return self.r["visits"][v * self.spec.visit_width + field]
 
     def expert(self, v: jax.Array) -> jax.Array:
         return self.visit(v, 0)
@@ -96,12 +155,7 @@ class _Kernel:
             ).start()
 
         def block(i: jax.Array, _: None) -> None:
-            # Unrolled, a row costs four bundles; in the interpreter it would only make a larger program.
-            if self.interpreted:
-                lax.fori_loop(0, ROW_BLOCK, lambda j, _: row(i, j), None)
-            else:
-                for j in range(ROW_BLOCK):
-                    row(i, j)
+            self.each_row(functools.partial(row, i))  # four bundles a row
 
         lax.fori_loop(0, self.row_blocks(v), block, None)
 
@@ -121,7 +175,7 @@ class _Kernel:
             if spec.tiles > 1:
                 r["y"][rows, :] = jnp.zeros((ROW_BLOCK, spec.hidden), jnp.float32)
             if spec.dispatch == "ag_fp8":
-                self.unpack_block(p, i, rows)
+                self.unpack_block(v, i, rows)
                 return
             halves = unpack_rows(r["xg"][p, i].reshape(ROW_BLOCK, half))
             kept = r["xb"] if "xb" in r else (r["xs"] if spec.recipe != "w8a8" else None)
@@ -133,17 +187,34 @@ class _Kernel:
 
         lax.fori_loop(0, self.row_blocks(v), block, None)
 
-    def unpack_block(self, p: jax.Array, i: jax.Array, rows: Any) -> None:
+    def unpack_block(self, v: jax.Array, i: jax.Array, rows: Any) -> None:
         """Rows that were quantised at their source: w8a8 multiplies the codes, w8a16 the rows they stand for."""
-        r, quarter = self.r, self.spec.hidden // 4
-        words = quarter // LANES
-        scale = lax.bitcast_convert_type(r["xg"][p, i, :, words, :], jnp.float32)
-        for j, part in enumerate(unpack_fp8_rows(r["xg"][p, i, :, 0:words, :].reshape(ROW_BLOCK, quarter))):
-            if self.spec.recipe != "w8a8":
-                part = (part.astype(jnp.float32) * scale[:, 0:1]).astype(jnp.bfloat16)
-            r["xs"][rows, j * quarter : (j + 1) * quarter] = part
-        if self.spec.recipe == "w8a8":
-            r["sx"][rows, :] = scale
+        spec, r = self.spec, self.r
+        p = lax.rem(v, self.blocks.xbuf)
+        parts, sublanes, lanes = spec.row_shape
+        quarter, width = spec.hidden // 4, sublanes * lanes
+        base = self.table.rows + self.first_row(v) + i * ROW_BLOCK
+
+        def scale(j: jax.Array | int) -> None:
+            row = pl.ds(i * ROW_BLOCK + j, 1)
+            r["sx"][row, :] = jnp.full((1, LANES), r["x_scale"][r["tab"][base + j]], jnp.float32)
+
+        self.each_row(scale)
+        for part in range(parts):
+            words = r["xg"][p, i, :, part].reshape(ROW_BLOCK, width)
+            for j, codes in enumerate(unpack_fp8_rows(words)):
+                if spec.recipe != "w8a8":
+                    codes = (codes.astype(jnp.float32) * r["sx"][rows, 0:1]).astype(jnp.bfloat16)
+                first = j * quarter + part * width
+                r["xs"][rows, first : first + width] = codes
+
+    def each_row(self, body: Any) -> None:
+        """Run ``body(j)`` for the rows of a block, unrolled; in the interpreter that would only grow the program."""
+        if self.interpreted:
+            lax.fori_loop(0, ROW_BLOCK, lambda j, _: body(j), None)
+        else:
+            for j in range(ROW_BLOCK):
+                body(j)
 
     def quantize_block(self, rows: Any, halves: tuple[jax.Array, jax.Array]) -> None:
         spec, r = self.spec, self.r
@@ -376,19 +447,28 @@ class _Kernel:
         """Columns of finished rows into the send buffer, a row contiguous."""
         self.r["st"][q, :, n // LANES : (n + w) // LANES, :] = value.reshape(value.shape[0], w // LANES, LANES)
 
-    def push_runs(self, chunk: jax.Array, first: jax.Array, q: jax.Array) -> None:
-        """Send each run of the chunk to its owner; `first` is the chunk's first sorted row."""
-        t, tab = self.table, self.r["tab"]
+    def push_runs(self, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
+        """Send the next `length` sorted rows, from `first` on, to their owners: a run for each cell.
 
-        def run(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            row, owner, dest = tab[t.run_row + i], tab[t.run_owner + i], tab[t.run_dest + i]
-            length = tab[t.run_row + i + 1] - row
-            kept, sent = self.shipping.send(q, row - first, length, owner, owner == tab[1], dest)
-            return sums[0] + kept, sums[1] + sent
+        The cursor stays at the cell of the last row sent, so cells without rows are passed once a call.
+        """
+        last, tab = first + length, self.r["tab"]
+
+        def run(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            row, c, kept, sent = carry
+            c = lax.while_loop(lambda c: self.cell(c + 1) <= row, lambda c: c + 1, c)
+            rows = jnp.minimum(self.cell(c + 1), last) - row
+            owner = lax.rem(c, self.spec.ep)
+            dest = tab[self.table.arrivals + c] + row - self.cell(c)
+            more = self.shipping.send(q, row - first, rows, owner, owner == self.rank, dest)
+            return row + rows, c, kept + more[0], sent + more[1]
 
         zero = jnp.int32(0)
-        low, high = tab[t.chunks + chunk], tab[t.chunks + chunk + 1]
-        self.shipping.note(q, *lax.fori_loop(low, high, run, (zero, zero)))
+        _, cursor, kept, sent = lax.while_loop(
+            lambda carry: carry[0] < last, run, (first, self.r["cursor"][0], zero, zero)
+        )
+        self.r["cursor"][0] = cursor
+        self.shipping.note(q, kept, sent)
 
     def ship(self, v: jax.Array) -> None:
         r, stage = self.r, self.blocks.stage
@@ -399,10 +479,10 @@ class _Kernel:
             first = c * stage
             self.shipping.drain(q)
             self.result_chunk(v, first, q)
+            length = jnp.minimum(stage, count - first)
             if self.spec.pushes:
-                self.push_runs(first_chunk + c, first_row + first, q)
+                self.push_runs(first_row + first, length, q)
             else:
-                length = jnp.minimum(stage, count - first)
                 pltpu.make_async_copy(
                     r["st"].at[q, pl.ds(0, length)], r["o"].at[pl.ds(first_row + first, length)], r["out_sem"].at[q]
                 ).start()
@@ -491,12 +571,16 @@ class _Kernel:
             self.one_visit(v)
 
         lax.fori_loop(0, self.visits, body, None)
-        self.shipping.leave(self.r["tab"][2] if self.spec.does("ship") else jnp.int32(0))
+        self.shipping.leave(self.r["tab"][1] if self.spec.does("ship") else jnp.int32(0))
+
+
+def scalars(spec: KernelSpec) -> list[str]:
+    """Names of the kernel's scalar operands, in order: the plan's table, scales of the gathered rows, static scales."""
+    return ["tab"] + ["x_scale"] * (spec.dispatch == "ag_fp8") + ["act_scale"] * spec.static_scales
 
 
 def _names(spec: KernelSpec) -> list[str]:
-    scalars = ["tab"] + (["act_scale"] if spec.static_scales else [])
-    return [*scalars, *operands(spec), *results(spec), *(buffer.name for buffer in scratch(spec))]
+    return [*scalars(spec), *operands(spec), *results(spec), *(buffer.name for buffer in scratch(spec))]
 
 
 def _body(spec: KernelSpec, interpreted: bool, *refs: Any) -> None:
@@ -510,7 +594,7 @@ def output_rows(spec: KernelSpec) -> int:
 
 def expert_kernel(
     spec: KernelSpec,
-    scalars: list[jax.Array],
+    tables: list[jax.Array],
     tensors: dict[str, jax.Array],
     *,
     vmem_limit_bytes: int,
@@ -522,8 +606,8 @@ def expert_kernel(
 
     Args:
       spec: the build.
-      scalars: the int32 table of `plan.build_plan`, then float32 ``[4]`` static activation scales
-        (x scale, its inverse, h scale, its inverse) where the build has them.
+      tables: what `scalars` names: the int32 table of `plan.build_plan`, float32 ``[T]`` scales of FP8 rows, float32
+        ``[4]`` static activation scales (x scale, its inverse, h scale, its inverse).
       tensors: operands by name (`spec.operands`), in the layouts of `layout`.
       vmem_limit_bytes: the compiler's on-chip budget.
       interpret: False, or `pltpu.InterpretParams`.
@@ -548,7 +632,7 @@ def expert_kernel(
     call = pl.pallas_call(
         functools.partial(_body, spec, bool(interpret)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=len(tables),
             grid=(1,),
             in_specs=[anywhere] * len(names),
             out_specs=[anywhere] * len(out_shape),
@@ -566,4 +650,4 @@ def expert_kernel(
         interpret=interpret,
         name="isomoe_expert_kernel",
     )
-    return call(*scalars, *(tensors[n] for n in names))
+    return call(*tables, *(tensors[n] for n in names))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expert kernel's schedule by what its bundles are for.
 
-Loops of a dump have no names. They come in the order the kernel's stages do: gather of the next visit, staging,
-adapters, tiles, results. Tile heights are the conditional bodies of the tile loop (`llo`).
+Loops of a dump have no names. They come in the order the kernel's stages do: the list of visits, then inside the
+loop over them gather of the next visit, staging, adapters, tiles, results. Tile heights are the conditional bodies of
+the tile loop (`llo`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
     Raises:
       RuntimeError: the dump's loops are not the kernel's; the compiler unrolled or merged one.
     """
-    visit = max((x for x in schedule.loops if x.depth == 1), key=lambda x: x.bundles)
+    outer = [x for x in schedule.loops if x.depth == 1]
+    visit = max(outer, key=lambda x: x.bundles)
     children = schedule.children(visit)
     before, after = ADAPTER_LOOPS if spec.lora else (0, 0)
     want = 3 + before + after + (spec.tiles > 1)
@@ -80,15 +82,24 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
         # Between the waits for A13 and the copies of the next visit's.
         shrink = _bodies(children[3].end, children[4].start, visit.landings, heights)
     run = _inner(schedule, ship)
+    inside = schedule.children(run) if run else []
     own = visit.bundles - sum(x.bundles for x in children) - sum(b - a for a, b in shrink)
     if spec.tiles == 1:
         own -= sum(b - a for a, b in bodies)
+    own += _listing(spec, schedule, outer[0])
     cost = VisitCost(
         own, gather.bundles, stage.bundles, ship.bundles, run.bundles if run else 0, sum(x.bundles for x in adapters),
-        tuple(b - a + once for a, b in bodies), tuple(b - a for a, b in shrink),
+        tuple(b - a + once for a, b in bodies), tuple(b - a for a, b in shrink), inside[0].bundles if inside else 0,
     )
     issued = tile.mxu_share if spec.tiles > 1 else visit.mxu_share
     return KernelLoops(cost, tuple(schedule.spills_between(a, b) for a, b in bodies), issued)
+
+
+def _listing(spec: KernelSpec, schedule: Schedule, listing: Loop) -> int:
+    """Bundles of listing one visit and its pairs; `listing` walks (expert, group), its child panels."""
+    panel = _inner(schedule, listing)
+    pair = _inner(schedule, panel) if panel else None
+    return listing.bundles + (pair.bundles * (spec.blocks.pairs - 1) if pair and spec.lora else 0)
 
 
 def _inner(schedule: Schedule, loop: Loop) -> Loop | None:

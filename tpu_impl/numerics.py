@@ -67,25 +67,15 @@ def pack_rows(x: jax.Array) -> jax.Array:
 
 
 def pack_fp8_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bf16 ``[T, H]``, quantised a row, to uint32 ``[T, H/512, 128]`` and float32 scales ``[T, 1]``.
+    """bf16 ``[T, H]``, quantised a row, to uint32 words ``[T, H/4]`` and float32 scales ``[T]``.
 
     Byte b of word j holds the code of column ``j + b H/4``.
     """
-    tokens, hidden = x.shape
     codes, scale = quantize_rows(x.astype(jnp.float32))
-    raw = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32).reshape(tokens, 4, hidden // 4)
-    packed = raw[:, 0] | (raw[:, 1] << 8) | (raw[:, 2] << 16) | (raw[:, 3] << 24)
-    return packed.reshape(tokens, hidden // 512, 128), scale
-
-
-def join_scales(packed: jax.Array, scale: jax.Array, words: int) -> jax.Array:
-    """``[T, words, 128]``: the codes of `pack_fp8_rows`, then the scale in every lane of one word, then zeros.
-
-    Done after the all-gather, so that only codes and scales travel.
-    """
-    tokens, data, lanes = packed.shape
-    bits = jnp.broadcast_to(lax.bitcast_convert_type(scale, jnp.uint32)[:, :, None], (tokens, 1, lanes))
-    return jnp.concatenate([packed, bits, jnp.zeros((tokens, words - data - 1, lanes), jnp.uint32)], axis=1)
+    raw = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
+    quarter = x.shape[1] // 4
+    parts = [raw[:, b * quarter : (b + 1) * quarter] << (8 * b) for b in range(4)]
+    return parts[0] | parts[1] | parts[2] | parts[3], scale[:, 0]
 
 
 def unpack_fp8_rows(words: jax.Array) -> list[jax.Array]:

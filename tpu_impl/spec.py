@@ -7,6 +7,7 @@ memory model cannot drift from the allocation.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ROW_BLOCK = 32
@@ -226,9 +227,18 @@ class KernelSpec:
         return stage not in ABLATIONS[self.ablate]
 
     @property
-    def row_words(self) -> int:
-        """Words of 128 lanes in a gathered row; an FP8 row has one more for its scale, padded to whole tiles."""
-        return round_up(self.hidden // 512 + 1, 8) if self.dispatch == "ag_fp8" else self.hidden // 256
+    def row_shape(self) -> tuple[int, ...]:
+        """Words of a gathered row. FP8 rows are cut into whole native tiles, or each would be padded to one."""
+        if self.dispatch != "ag_fp8":
+            return self.hidden // 256, LANES
+        words = self.hidden // 512
+        sublanes = math.gcd(words, 8)
+        return words // sublanes, sublanes, LANES
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a gathered row."""
+        return 4 * math.prod(self.row_shape)
 
     @property
     def fp8_wire(self) -> bool:
@@ -269,14 +279,15 @@ class KernelSpec:
         return min(self.capacity, self.experts * self.groups) + self.capacity // self.blocks.rows
 
     @property
-    def max_chunks(self) -> int:
-        return self.max_visits + self.capacity // self.blocks.stage
+    def segments(self) -> int:
+        """(expert, adapter or none) pairs of the experts held here, the order rows are computed in."""
+        return self.experts * ((self.lora.slots if self.lora else 0) + 1)
 
     @property
-    def max_runs(self) -> int:
-        """Contiguous runs of rows to one owner: per (expert, adapter, owner), cut at chunk ends."""
-        slots = self.lora.slots if self.lora else 0
-        return min(self.capacity, self.experts * (slots + 1) * self.ep + self.max_chunks)
+    def visit_width(self) -> int:
+        """Words of a visit: expert, first sorted row, row count, first chunk, pair count, then for each pair slot,
+        first row and end row (relative to the visit)."""
+        return 5 + 3 * self.blocks.pairs
 
     @property
     def scale_groups13(self) -> int:
@@ -296,32 +307,27 @@ class KernelSpec:
 class TableLayout:
     """Offsets into the one int32 table the kernel reads from scalar memory.
 
-    A visit holds: expert, first sorted row, row count, first chunk, pair count, then per pair: slot, first row,
-    end row (relative to the visit). A chunk holds its first run. A run holds first sorted row, owner, arrival row.
+    Header: this device's rank, and how many rows arrive from other devices. Rows are sorted by (segment, pair), so
+    those of one segment whose tokens one device owns are contiguous: a cell, (segment s, owner o) at ``s * ep + o``.
+    `cells`: the first sorted row of each, then the number of rows. `arrivals`, where results are pushed: the arrival
+    row of each cell's first row at its owner. `rows`: the token of each sorted row.
     """
 
-    visits: int
-    visit_width: int
+    cells: int
+    arrivals: int
     rows: int
-    chunks: int
-    run_row: int
-    run_owner: int
-    run_dest: int
     size: int
 
-    HEADER = 8
-    """Visit count, rank, rows that arrive from other devices, chunk count, then spares."""
+    HEADER = 2
 
     @classmethod
     def of(cls, spec: KernelSpec) -> TableLayout:
-        width = 5 + 3 * spec.blocks.pairs
-        visits = cls.HEADER
-        rows = visits + width * spec.max_visits
+        # One segment more, where the last one ends.
+        cells = (spec.segments + 1) * spec.ep
+        arrivals = cls.HEADER + cells
+        rows = arrivals + (cells if spec.pushes else 0)
         # Rows are gathered 32 at a time, so the last block may read past the last row.
-        chunks = rows + spec.capacity + ROW_BLOCK
-        runs = spec.max_runs + 1 if spec.pushes else 0
-        run_row = chunks + (spec.max_chunks + 1 if spec.pushes else 0)
-        return cls(visits, width, rows, chunks, run_row, run_row + runs, run_row + 2 * runs, run_row + 3 * runs)
+        return cls(cls.HEADER, arrivals, rows, rows + spec.capacity + ROW_BLOCK)
 
 
 def scratch(spec: KernelSpec) -> list[Buffer]:
@@ -331,12 +337,14 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
     wdtype = "float8_e4m3fn" if spec.quantized else "bfloat16"
     xdtype = "float8_e4m3fn" if spec.recipe == "w8a8" else "bfloat16"
     out = [
-        Buffer("xg", "vmem", (b.xbuf, rows // ROW_BLOCK, ROW_BLOCK, spec.row_words, LANES), "uint32"),
+        Buffer("xg", "vmem", (b.xbuf, rows // ROW_BLOCK, ROW_BLOCK, *spec.row_shape), "uint32"),
         Buffer("xs", "vmem", (rows, h), xdtype),
         Buffer("y", "vmem", (rows, h), "float32"),
         Buffer("w13v", "vmem", (b.nbuf, h, spec.halves * bf), wdtype),
         Buffer("w2v", "vmem", (b.nbuf, bf, h), wdtype),
         Buffer("st", "vmem", (2, b.stage, h // LANES, LANES), TRANSPORTS[spec.transport].row),
+        Buffer("visits", "smem", (spec.max_visits * spec.visit_width,), "int32"),
+        Buffer("cursor", "smem", (1,), "int32"),
         Buffer("lens", "smem", (4,), "int32"),
         Buffer("gather_sem", "dma", (b.xbuf,)),
         Buffer("weight_sem", "dma", (b.nbuf,)),
@@ -350,8 +358,8 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
             out.append(Buffer("s2v", "vmem", (b.nbuf, spec.scale_groups2, h), "float32"))
         else:
             out.append(Buffer("s2v", "vmem", (2, 1, h), "float32"))
-    if spec.recipe == "w8a8" and not spec.static_scales:
-        groups = spec.hidden // LANES if spec.block_scales else 1
+    if spec.dispatch == "ag_fp8" or (spec.recipe == "w8a8" and not spec.static_scales):
+        groups = spec.hidden // LANES if spec.block_scales and spec.recipe == "w8a8" else 1
         out.append(Buffer("sx", "vmem", (rows, round_up(groups, LANES)), "float32"))
     if spec.has_bias:
         out += [

@@ -53,6 +53,7 @@ class VisitCost:
       pair: an adapter of the visit.
       tile: one f tile at each height of `Blocks.rungs`.
       shrink: the adapters' first dots at each height; empty without adapters.
+      cell: passing one (expert, adapter, owner), with rows or without.
     """
 
     visit: int
@@ -63,6 +64,7 @@ class VisitCost:
     pair: int
     tile: tuple[int, ...]
     shrink: tuple[int, ...] = ()
+    cell: int = 0
 
     def rung(self, spec: KernelSpec, rows: int) -> int:
         return next(i for i, height in enumerate(spec.blocks.rungs) if height >= rows)
@@ -125,7 +127,7 @@ def row_bytes(spec: KernelSpec) -> float:
     """HBM bytes of a routed row in and out."""
     item = 1 if spec.fp8_wire else 2
     scale = 4 * LANES if spec.fp8_wire else 0
-    return 4 * LANES * spec.row_words + item * spec.hidden + scale
+    return spec.row_nbytes + item * spec.hidden + scale
 
 
 def weight_item(spec: KernelSpec) -> int:
@@ -169,7 +171,9 @@ def visit_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, r
     runs = cells * (1 - (1 - 1 / cells) ** rows) + chunks - 1 if spec.pushes else 0.0
     pairs = min(present_pairs(spec, rows), spec.blocks.pairs)
     own: float = cost.visit + blocks * (cost.gather + cost.stage) + chunks * cost.ship
-    own += max(0.0, runs - chunks) * cost.run + pairs * cost.pair + (cost.shrink[i] if cost.shrink else 0)
+    passed = spec.ep * spec.segments / spec.experts / spec.groups if spec.pushes else 0.0
+    own += max(0.0, runs - chunks) * cost.run + max(0.0, passed - runs) * cost.cell
+    own += pairs * cost.pair + (cost.shrink[i] if cost.shrink else 0)
     return own / clock / 1e3 + spec.tiles * tile_us(gen, clock, spec, cost.tile[i], spec.blocks.rungs[i])
 
 

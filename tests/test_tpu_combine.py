@@ -56,7 +56,7 @@ class Problem:
     def run(self, mode: str) -> np.ndarray:
         params = InterpretSettings(True, "nan", mode).params()
         rows = jnp.asarray(self.rows.reshape(len(self.rows), -1, 128))
-        scales = None if self.scales is None else jnp.asarray(self.scales)
+        scales = None if self.scales is None else jnp.asarray(np.repeat(self.scales, 128).reshape(-1, 1, 128))
 
         @jax.jit
         def call(*args: Any) -> jax.Array:

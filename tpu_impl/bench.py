@@ -49,8 +49,8 @@ WIRES = ("bf16", "fp8")
 WHOLE_TOKENS = 2048
 # The modules whose text decides what is compiled and how its dump is read.
 _SHAPING = (
-    "combine", "ep_moe", "expert_kernel", "kernel_loops", "layout", "llo", "numerics", "plan", "presum", "shipping",
-    "spec", "xla_ops",
+    "combine", "combine_kernel", "ep_moe", "expert_kernel", "kernel_loops", "layout", "llo", "numerics", "plan",
+    "presum", "shipping", "spec", "xla_ops",
 )
 
 

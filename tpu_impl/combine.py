@@ -26,13 +26,16 @@ from .spec import KernelSpec
 
 
 def max_tokens(spec: KernelSpec, smem_bytes: int) -> int:
-    """Most tokens of all devices whose tables fit scalar memory; a multiple of ``spec.ep``, or 0."""
+    """Most tokens of all devices whose tables and scales fit on the chip; a multiple of ``spec.ep``, or 0."""
     if spec.transport == "rs_bf16":
         return combine_kernel.max_tokens(spec.top_k, smem_bytes) // spec.ep * spec.ep
     if spec.transport == "presum_fp8":
-        own = combine_kernel.max_tokens(spec.ep, smem_bytes)
+        own = min(combine_kernel.max_tokens(spec.ep, smem_bytes), combine_kernel.MAX_SCALES // spec.ep)
         return min(own * spec.ep, presum.max_tokens(spec, smem_bytes))
-    return combine_kernel.max_tokens(spec.top_k, smem_bytes) * spec.ep
+    own = combine_kernel.max_tokens(spec.top_k, smem_bytes)
+    if spec.fp8_wire:
+        own = min(own, combine_kernel.MAX_SCALES // spec.top_k)
+    return own * spec.ep
 
 
 def _weighted_sum(
@@ -45,8 +48,7 @@ def _weighted_sum(
 ) -> jax.Array:
     """bf16 ``[T, H]``: the weighted sum of the pairs in `use`; `scales` ``[rows, 1, 128]`` are equal along lanes."""
     alone = {name: value for name, value in launch.items() if name != "collective_id"}
-    flat = None if scales is None else scales[:, 0, 0]
-    return combine_kernel.combine_kernel(rows, jnp.where(use, at, -1), weights, flat, **alone)
+    return combine_kernel.combine_kernel(rows, jnp.where(use, at, -1), weights, scales, **alone)
 
 
 def _pushed(

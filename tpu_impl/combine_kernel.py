@@ -34,20 +34,23 @@ GROUPS = (16, 8)
 UNROLLED = 32
 # On-chip bytes the buffers may take where fewer tokens would do.
 BUDGET = 24 << 20
+# Rows whose scales are held, 512 bytes each.
+MAX_SCALES = 1 << 16
 # Scalar memory that is not for tables.
 SMEM_RESERVE = 32 * 1024
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def max_tokens(top_k: int, smem_bytes: int) -> int:
-    """Most tokens whose tables fit scalar memory, if every pair has a row and a scale of its own."""
-    words = (smem_bytes - SMEM_RESERVE) // 4 - 2
-    return max(0, words // (3 * top_k) - (GROUPS[-1] - 1))
+    """Most tokens of a device whose tables fit scalar memory."""
+    words = (smem_bytes - SMEM_RESERVE) // 4 - 1
+    return max(0, words // (2 * top_k) - (GROUPS[-1] - 1))
 
 
-def scratch(group: int, top_k: int, sublanes: int, dtype: Any) -> list[Buffer]:
-    """On-chip buffers, in the kernel's argument order."""
-    return [
+def scratch(group: int, top_k: int, shape: tuple[int, ...], dtype: Any) -> list[Buffer]:
+    """On-chip buffers, in the kernel's argument order, for rows of `shape` ``[rows, H/128, 128]`` and `dtype`."""
+    count, sublanes, _ = shape
+    buffers = [
         Buffer("rows", "vmem", (2, group * top_k, sublanes, LANES), _NAMES[dtype]),
         # An odd stride between tokens: reading across them meets no memory bank twice.
         Buffer("sums", "vmem", (group * (sublanes + 1), LANES), "float32"),
@@ -56,14 +59,16 @@ def scratch(group: int, top_k: int, sublanes: int, dtype: Any) -> list[Buffer]:
         Buffer("gather_sem", "dma", (2,)),
         Buffer("out_sem", "dma", (2,)),
     ]
+    if dtype == jnp.float8_e4m3fn:
+        # The first is a skipped pair's: 0.
+        buffers += [Buffer("row_scales", "vmem", (count + 1, 1, LANES), "float32"), Buffer("scale_sem", "dma", (1,))]
+    return buffers
 
 
-def group_size(tokens: int, top_k: int, sublanes: int, dtype: Any) -> int:
+def group_size(tokens: int, top_k: int, hidden: int) -> int:
     """Tokens summed together: a whole tile where that divides `tokens` and `BUDGET` allows it."""
-    for group in GROUPS[:-1]:
-        if tokens % group == 0 and sum(b.nbytes for b in scratch(group, top_k, sublanes, dtype)) <= BUDGET:
-            return group
-    return GROUPS[-1]
+    fitting = (g for g in GROUPS if tokens % g == 0 and 4 * g * top_k * hidden <= BUDGET)
+    return next(fitting, GROUPS[-1])
 
 
 class _Kernel:
@@ -122,6 +127,12 @@ class _Kernel:
         pl.when(every)(functools.partial(self.start_all, g))
         pl.when(jnp.logical_not(every))(functools.partial(self.start_used, g))
 
+    def scales_copy(self) -> Any:
+        """All scales at once: they are few bytes, and a copy of each row's would cost as much as the row's."""
+        r = self.r
+        target = r["row_scales"].at[pl.ds(1, r["scales"].shape[0])]
+        return pltpu.make_async_copy(r["scales"], target, r["scale_sem"].at[0])
+
     def wait(self, g: jax.Array) -> None:
         r, q = self.r, g & 1
         count = r["count"][q]
@@ -139,7 +150,7 @@ class _Kernel:
             pair = first + k
             row = r["rows"][q, t * self.top_k + k].astype(jnp.float32)
             if "scales" in r:
-                row = row * r["scales"][r["at"][pair] + 1]
+                row = row * r["row_scales"][r["at"][pair] + 1]
             return total + r["weights"][pair] * row
 
         total = jnp.zeros((self.sublanes, LANES), jnp.float32)
@@ -153,6 +164,8 @@ class _Kernel:
 
     def one_group(self, g: jax.Array) -> None:
         r, q = self.r, g & 1
+        if "scales" in r:
+            pl.when(g == 0)(lambda: self.scales_copy().wait())
         self.wait(g)
 
         def tokens(c: jax.Array, _: None) -> None:
@@ -167,6 +180,10 @@ class _Kernel:
         self.out_copy(g).start()
 
     def run(self) -> None:
+        if "scales" in self.r:
+            self.scales_copy().start()
+            self.r["row_scales"][0] = jnp.zeros((1, LANES), jnp.float32)
+
         def step(s: jax.Array, _: None) -> None:
             pl.when(s < self.groups)(functools.partial(self.start, s))
             pl.when(s > 0)(functools.partial(self.one_group, s - 1))
@@ -196,31 +213,29 @@ def combine_kernel(
       rows: e4m3 or bfloat16 ``[rows, H/128, 128]``; rows nobody refers to may hold anything.
       at: int32 ``[tokens, K]``, each pair's row, or -1 to skip it.
       weights: float32 ``[tokens, K]``; not read as numbers where `at` is -1.
-      scales: float32 ``[rows]``, the rows' own where they are codes.
+      scales: float32 ``[rows, 1, 128]``, equal along lanes, the rows' own where they are codes.
       vmem_limit_bytes, interpret, bounds_checks: as `expert_kernel`'s.
 
     Returns:
       bfloat16 ``[tokens, H]``; zeros where every pair is skipped.
     """
     tokens, top_k = at.shape
-    sublanes, dtype = rows.shape[1], rows.dtype.type
-    group = group_size(tokens, top_k, sublanes, dtype)
+    hidden = rows.shape[1] * LANES
+    group = group_size(tokens, top_k, hidden)
     padded = round_up(tokens, group)
     more = ((0, padded - tokens), (0, 0))
     every = jnp.all(at >= 0) & (padded == tokens)
     pairs = jnp.append(jnp.pad(at, more, constant_values=-1).reshape(-1), every.astype(jnp.int32))
     scalars = {"at": pairs, "weights": jnp.pad(jnp.where(at >= 0, weights, 0.0), more).reshape(-1)}
-    if scales is not None:
-        # A skipped pair's is 0, so rows are counted from 1.
-        scalars["scales"] = jnp.pad(scales, (1, 0))
-    buffers = scratch(group, top_k, sublanes, dtype)
-    names = [*scalars, "x", "o", *(buffer.name for buffer in buffers)]
+    tensors = {"x": rows} if scales is None else {"x": rows, "scales": scales}
+    buffers = scratch(group, top_k, rows.shape, rows.dtype.type)
+    names = [*scalars, *tensors, "o", *(buffer.name for buffer in buffers)]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    size, hidden = tokens * top_k, sublanes * LANES
+    size = tokens * top_k
     call = pl.pallas_call(
         functools.partial(_body, names, group, top_k, 1 if interpret else UNROLLED),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars), grid=(1,), in_specs=[anywhere], out_specs=anywhere,
+            num_scalar_prefetch=len(scalars), grid=(1,), in_specs=[anywhere] * len(tensors), out_specs=anywhere,
             scratch_shapes=[allocate(buffer) for buffer in buffers],
         ),
         out_shape=jax.ShapeDtypeStruct((padded, hidden), jnp.bfloat16),
@@ -233,4 +248,4 @@ def combine_kernel(
         interpret=interpret,
         name=NAME,
     )
-    return call(*scalars.values(), rows)[:tokens]
+    return call(*scalars.values(), *tensors.values())[:tokens]

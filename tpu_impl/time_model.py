@@ -11,8 +11,8 @@ Nothing here is measured. A layer's time is
   rows are binomial: the time is the mean over that distribution, not the time of a mean expert, and an expert takes
   the longer of its compute and its HBM time, because the weight ring runs only two or three tiles ahead.
 * v7x: libtpu's schedules there do not hold back the matrix unit, so a tile takes max(bundles / clock, MACs / peak).
-* fixed: what XLA runs around the kernel (plan, row packing, the final sum: `xla_ops`), `LAUNCH_US` for each of its
-  operations, the latency of metadata gather, entry barrier and last arrivals.
+* fixed: what XLA runs around the kernel (plan, row packing: `xla_ops`), the final sum (`combine_us`), `LAUNCH_US` for
+  each of these operations, the latency of metadata gather, entry barrier and last arrivals.
 
 Out of the model: stalls inside a schedule, congestion, imbalance between devices, instruction fetch.
 """
@@ -202,6 +202,31 @@ def presum_us(gen: Generation, clock: float, spec: KernelSpec, config: FusedMoEC
     return max(bundles / clock, (2 * pairs + tokens) * spec.hidden / gen.hbm_gbps) / 1e3
 
 
+def summed_rows(spec: KernelSpec) -> int:
+    """Rows that `combine_kernel` adds on one device, or skips.
+
+    A push leaves K rows a local token, presum one a device, and a reduce-scatter sums K rows of every token here.
+    """
+    return {"push": spec.local_rows, "pres": spec.tokens}.get(spec.transport[:4], spec.capacity)
+
+
+def combine_us(gen: Generation, clock: float, spec: KernelSpec) -> float:
+    """The kernel that adds a token's rows: bytes, or its loops.
+
+    Bundles are those of libtpu's schedules at H 2048 and 6144, K 8, linear in between: a pair's copy, and what is done
+    to each register of its row, the token's share of a group in it. Only a reduce-scatter skips most pairs.
+    """
+    rows, fp8 = summed_rows(spec), spec.transport.endswith("fp8")
+    column = (1.0 if gen.native_e4m3 else 2.6) if fp8 else 0.85
+    bundles = rows * (5.6 + column * spec.hidden / 1024 + (0 if fp8 or spec.pushes else SKIPPED))
+    arrived = rows if fp8 or spec.pushes else spec.capacity // spec.ep
+    return max(bundles / clock, arrived * spec.hidden * (1 if fp8 else 2) / gen.hbm_gbps) / 1e3
+
+
+SKIPPED = 8
+"""Bundles more for each pair where some may be skipped."""
+
+
 def arrivals(spec: KernelSpec) -> int:
     """Latencies of a kernel that sends rows itself: its entry barrier, and its last row."""
     return 0 if spec.transport.startswith("rs") else 2
@@ -249,8 +274,8 @@ def model_time(
     rows = num_tokens * config.experts_per_token / spec.ep
     traffic = traffic_of(spec, config, num_tokens)
     kernel = mean(lambda n: max(hbm_us(n), compute_us(n)))
-    plan = around.cycles / clock / 1e3
-    launches = around.launches * LAUNCH_US
+    plan = around.cycles / clock / 1e3 + combine_us(gen, clock, spec)
+    launches = (around.launches + 1) * LAUNCH_US
     latency = (around.collectives + arrivals(spec)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
     sums = presum_us(gen, clock, spec, config)
     links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel, sums)
@@ -340,13 +365,8 @@ def estimate_kernel_us(gen: Generation, spec: KernelSpec, config: FusedMoEConfig
 
 
 def estimate_glue(spec: KernelSpec) -> Glue:
-    """What XLA runs around the kernel, without having compiled it: `USUAL`, and the rows it gathers and sums.
-
-    A push leaves K rows a local token, presum one a device, and a reduce-scatter sums K rows of every token here.
-    """
-    local = spec.tokens // spec.ep
-    rows = {"push": local * spec.top_k, "pres": local * spec.ep}.get(spec.transport[:4], spec.capacity)
-    cycles = round(USUAL.cycles + rows * (SUMMED_ROW + SUMMED_COLUMN * spec.hidden))
+    """What XLA runs around the kernels, without having compiled it: `USUAL`, and the rows that are gathered."""
+    cycles = round(USUAL.cycles + spec.tokens * (GATHERED_ROW + GATHERED_COLUMN * spec.hidden))
     return Glue(cycles, USUAL.launches, USUAL.compiler_cycles, USUAL.collectives if spec.ep > 1 else 0, ())
 
 
@@ -357,7 +377,8 @@ def estimate_time(
     kernel, around, clock = estimate_kernel_us(gen, spec, config, num_tokens), estimate_glue(spec), gen.clock_ghz
     traffic, sums = traffic_of(spec, config, num_tokens), presum_us(gen, gen.clock_ghz, spec, config)
     rows = num_tokens * config.experts_per_token / spec.ep
-    plan, launches = around.cycles / clock / 1e3, around.launches * LAUNCH_US
+    plan = around.cycles / clock / 1e3 + combine_us(gen, clock, spec)
+    launches = (around.launches + 1) * LAUNCH_US
     latency = (around.collectives + arrivals(spec)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
     spread = row_distribution(num_tokens, config.experts_per_token, config.num_experts)
     hbm = spec.experts * sum(chance * expert_bytes(spec, n) for n, chance in spread) / gen.hbm_gbps / 1e3
@@ -369,10 +390,10 @@ def estimate_time(
     )
 
 
-USUAL = Glue(5_000, 115, 260_000, 3, ())
-SUMMED_ROW, SUMMED_COLUMN = 45, 0.0232
-"""What compiled layers have around their kernels (docs/tpu-performance.md), and cycles of a row that XLA brings into
-the final sum."""
+USUAL = Glue(3_200, 92, 210_000, 3, ())
+GATHERED_ROW, GATHERED_COLUMN = 35, 0.0063
+"""What compiled layers have around their kernels (v7x, 64 and 512 tokens of both Qwen3-Coder shapes), and cycles of a
+row that comes in through it."""
 
 PACKED, UNPACKED = 6.3, 2.9
 """Bundles for 1024 elements of a row rounded to e4m3 and back where that is not native (v6e, H 6144)."""

@@ -77,7 +77,8 @@ class _Kernel:
     def __init__(self, refs: dict[str, Any], group: int, top_k: int, unrolled: int) -> None:
         self.r, self.group, self.top_k = refs, group, top_k
         self.pairs = group * top_k
-        self.groups = refs["o"].shape[0] // group
+        self.tokens = refs["o"].shape[0]
+        self.groups = self.tokens // group
         self.sublanes = refs["x"].shape[1]
         # Whole tokens, so that a sum stays in registers.
         self.at_once = next((n for n in (8, 4, 2) if n * top_k <= unrolled and group % n == 0), 1)
@@ -85,15 +86,19 @@ class _Kernel:
 
     def each_pair(self, g: jax.Array, body: Callable[[jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
         """``carry = body(i, row, carry)`` for the pairs of a group: place in the group, row or -1."""
-        step = self.at_once * self.top_k if self.unroll else 1
 
         def some(c: jax.Array, carry: Any) -> Any:
-            first = g * self.pairs + c * step  # one addition less for each pair
-            for j in range(step):
-                carry = body(c * step + j, self.r["at"][first + j], carry)
+            first = g * self.group + c * self.at_once
+            for j in range(self.at_once):
+                slot = (c * self.at_once + j) * self.top_k
+
+                def one(k: jax.Array, carry: Any, j: int = j, slot: jax.Array = slot) -> Any:
+                    return body(slot + k, self.r["at"][first + (k * self.tokens + j)], carry)
+
+                carry = lax.fori_loop(0, self.top_k, one, carry, unroll=self.unroll)
             return carry
 
-        return lax.fori_loop(0, self.pairs // step, some, carry)
+        return lax.fori_loop(0, self.group // self.at_once, some, carry)
 
     def start_all(self, g: jax.Array) -> None:
         """Start the copies of a group without skipped pairs."""
@@ -123,7 +128,7 @@ class _Kernel:
         r["count"][q] = self.each_pair(g, one, jnp.int32(0))
 
     def start(self, g: jax.Array) -> None:
-        every = self.r["at"][self.groups * self.pairs] == 1
+        every = self.r["at"][self.tokens * self.top_k] == 1
         pl.when(every)(functools.partial(self.start_all, g))
         pl.when(jnp.logical_not(every))(functools.partial(self.start_used, g))
 
@@ -144,10 +149,10 @@ class _Kernel:
 
     def sum_token(self, g: jax.Array, t: jax.Array) -> None:
         r, q = self.r, g & 1
-        first = g * self.pairs + t * self.top_k
+        first = g * self.group + t
 
-        def add(k: jax.Array | int, total: jax.Array) -> jax.Array:
-            pair = first + k
+        def add(k: jax.Array, total: jax.Array) -> jax.Array:
+            pair = first + k * self.tokens
             row = r["rows"][q, t * self.top_k + k].astype(jnp.float32)
             if "scales" in r:
                 row = row * r["row_scales"][r["at"][pair] + 1]
@@ -223,10 +228,11 @@ def combine_kernel(
     hidden = rows.shape[1] * LANES
     group = group_size(tokens, top_k, hidden)
     padded = round_up(tokens, group)
-    more = ((0, padded - tokens), (0, 0))
-    every = jnp.all(at >= 0) & (padded == tokens)
-    pairs = jnp.append(jnp.pad(at, more, constant_values=-1).reshape(-1), every.astype(jnp.int32))
-    scalars = {"at": pairs, "weights": jnp.pad(jnp.where(at >= 0, weights, 0.0), more).reshape(-1)}
+    # Tables k by k, tokens along lanes, as XLA keeps so narrow an array.
+    more = ((0, 0), (0, padded - tokens))
+    at, weights = jnp.pad(at.T, more, constant_values=-1), jnp.pad(weights.T, more)
+    every = jnp.all(at >= 0).astype(jnp.int32)
+    scalars = {"at": jnp.append(at.reshape(-1), every), "weights": jnp.where(at >= 0, weights, 0.0).reshape(-1)}
     tensors = {"x": rows} if scales is None else {"x": rows, "scales": scales}
     buffers = scratch(group, top_k, rows.shape, rows.dtype.type)
     names = [*scalars, *tensors, "o", *(buffer.name for buffer in buffers)]

@@ -390,8 +390,8 @@ def estimate_time(
     )
 
 
-USUAL = Glue(3_200, 92, 210_000, 3, ())
-GATHERED_ROW, GATHERED_COLUMN = 35, 0.0063
+USUAL = Glue(1_100, 43, 95_000, 2, ())
+GATHERED_ROW, GATHERED_COLUMN = 5.9, 0.001
 """What compiled layers have around their kernels (v7x, 64 and 512 tokens of both Qwen3-Coder shapes), and cycles of a
 row that comes in through it."""
 

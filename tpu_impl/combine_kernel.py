@@ -32,6 +32,7 @@ GROUPS = (16, 8)
 # Pairs handled by straight-line code: a loop of few would mostly wait for its own scalars. In the interpreter it would
 # only make a larger program.
 UNROLLED = 32
+INTERPRETED_UNROLLED = 1
 # On-chip bytes the buffers may take where fewer tokens would do.
 BUDGET = 24 << 20
 # Rows whose scales are held, 512 bytes each.
@@ -239,7 +240,7 @@ def combine_kernel(
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     size = tokens * top_k
     call = pl.pallas_call(
-        functools.partial(_body, names, group, top_k, 1 if interpret else UNROLLED),
+        functools.partial(_body, names, group, top_k, INTERPRETED_UNROLLED if interpret else UNROLLED),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(1,), in_specs=[anywhere] * len(tensors), out_specs=anywhere,
             scratch_shapes=[allocate(buffer) for buffer in buffers],

@@ -209,7 +209,7 @@ def explain(
         sizes = parse_ints("--tokens", tokens)
         for size in sizes:
             check_int("--tokens", size, minimum=1)
-        modelled = _tpu_plans(config, target, keys[0], sizes, count, rank, bench)
+        modelled = _tpu_plans(config, target, keys[0], sizes, count, rank, bench, report.executor)
     if as_json:
         data = report.as_dict() if modelled is None else report.as_dict() | {"tpu": modelled[0]}
         typer.echo(json.dumps(data, indent=2))
@@ -223,9 +223,9 @@ def explain(
 
 def _tpu_plans(
     config: FusedMoEConfig, target: Platform, weight_key: QuantKey, tokens: list[int], loras: int, rank: int,
-    bench: str | None,
+    bench: str | None, executor: str | None,
 ) -> tuple[list[dict[str, Any]], str] | None:
-    """What the TPU implementation would build, as data and text; None on other platforms and unknown generations."""
+    """What the TPU implementation would build, as data and text; None where nothing executes the layer on a TPU."""
     from .platforms import PlatformKind
     from .quant_keys import scheme_of
 
@@ -234,10 +234,10 @@ def _tpu_plans(
         if bench is not None:
             raise ValueError(f"--bench: got it on {target}, want it with --platform tpu-...")
         return None
-    # Named, not imported: common knows no implementation.
-    explained = importlib.import_module("isomoe.tpu_impl.explain")
-    if target.arch not in explained.GENERATIONS:
+    if executor is None:
         return None
+    # Named, not imported: common knows no implementation.
+    explained = importlib.import_module("..tpu_impl.explain", __package__)
     ledger = None if bench is None else Path(bench)
     found = explained.plans(
         config, target.arch, scheme=scheme, tokens=tokens, max_loras=loras, max_lora_rank=rank, ledger=ledger

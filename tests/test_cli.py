@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,36 @@ def test_explain_by_platform(platform: str, code: int, backend: str | None) -> N
     assert got == code
     assert report["backend"] == backend
     assert {row["candidate"] for row in report["candidates"]} >= {"triton", "marlin", "pallas_ep"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--platform", "tpu-v4"), "has no limits for tpu-v4, only for v5e, v5p, v6e, v7x"),
+        (("--platform", "tpu-v7x", "--ep", "3"), "ep: got 3, want a divisor of a v7x slice's devices"),
+        (("--platform", "tpu-v7x", "--hidden-dim", "32768"), "hidden_dim: got 32768; .*MiB of VMEM.* want at most"),
+        (("--platform", "tpu-v7x", "--activation", "relu2"), "no gated form of activation relu2"),
+    ],
+    ids=["generation", "devices", "memory", "activation"],
+)
+def test_explain_says_what_a_tpu_build_refuses(options: tuple[str, ...], reason: str) -> None:
+    """No candidate is chosen, and no time is modelled for a layer that nothing executes."""
+    code, out, _ = _invoke("explain", "--scheme", "channel", "--json", *options)
+    report = json.loads(out)
+    assert code == 0
+    row = next(r for r in report["candidates"] if r["candidate"] == "pallas_ep")
+    assert not row["serves"]
+    assert re.search(reason, row["reason"])
+    assert report["executor"] is None
+    assert "tpu" not in report
+
+
+def test_explain_models_what_one_call_holds() -> None:
+    options = ("explain", "--platform", "tpu-v7x", "--ep", "8", "--json", "--tokens", "512,99999999999")
+    fp8, bf16 = (json.loads(_invoke(*options, "--scheme", scheme)[1])["tpu"] for scheme in ("channel", "bf16"))
+    assert re.search("tokens: got 99999999999, want at most [0-9]+: .*scalar memory of v7x", fp8[1]["error"])
+    # Twice the weights and rows.
+    assert bf16[0]["roofline_us"] == pytest.approx(2 * fp8[0]["roofline_us"], rel=0.01)
 
 
 def test_explain_text_names_every_candidate_and_the_layer() -> None:

@@ -14,8 +14,8 @@ import pytest
 from isomoe.common.config import FusedMoEConfig, FusedMoEParallelConfig
 from isomoe.tests.matrix import PRODUCTION
 from isomoe.tpu_impl import AotReport, aot_compile
-from isomoe.tpu_impl.aot import split_topology
 from isomoe.tpu_impl.llo import read_schedule
+from isomoe.tpu_impl.topologies import split_topology
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None,

@@ -17,10 +17,12 @@ from isomoe.common.cli import app
 from isomoe.common.config import FusedMoEConfig
 from isomoe.common.presets import MODELS, ModelPreset
 from isomoe.tpu_impl import bench, bench_report, published
-from isomoe.tpu_impl.aot import plan_request, topology_for
+from isomoe.tpu_impl.aot import plan_request
 from isomoe.tpu_impl.kernel_loops import KernelLoops
+from isomoe.tpu_impl.links import Fabric
 from isomoe.tpu_impl.peer import PeerCell, compile_peer, peer_floor
-from isomoe.tpu_impl.time_model import VisitCost
+from isomoe.tpu_impl.time_model import ModelTime, VisitCost, model_time
+from isomoe.tpu_impl.topologies import split_topology, topology_for
 from isomoe.tpu_impl.xla_ops import Glue, glue, operations, sort_bundles
 
 needs_libtpu = pytest.mark.skipif(
@@ -162,8 +164,6 @@ def test_a_peer_that_is_not_there_says_so() -> None:
 
 def test_the_peers_floor() -> None:
     """Weights of all 20 local experts once for each of 16 blocks of 64 tokens; bf16 rows there and back."""
-    from isomoe.tpu_impl.aot import split_topology
-    from isomoe.tpu_impl.links import Fabric
 
     gen, grid = split_topology("tpu7x:2x2x1")
     found = peer_floor(gen, Fabric.of(gen, grid, 8), MODELS["qwen3-coder-480b"].config, 8192, {"bt": 64})
@@ -214,6 +214,46 @@ def test_what_runs_around_the_kernel() -> None:
     assert sort_bundles("(s32[4096]{0:T(1024)}, s32[4096]{0})") == pytest.approx(2399, rel=0.06)
     with pytest.raises(ValueError, match="hlo: got a text without an entry"):
         operations("HloModule x\n")
+
+
+_ASYNC_HLO = """
+ENTRY %main (a: s32[8]) -> s32[8] {
+  %before = s32[8]{0} fusion(%a), kind=kLoop
+  %all-gather.1.call-start = ((s32[1,8]{1,0}, token[]), s32[8,8]{1,0}) call-start(%before)
+  %all-gather.2.call-start = ((u32[8,128]{1,0}, token[]), u32[64,128]{1,0}) call-start(%a)
+  %inside = s32[8]{0} fusion(%a), kind=kLoop
+  %all-gather.1.call-done = s32[8,8]{1,0} call-done(%all-gather.1.call-start)
+  %inside.1 = s32[8]{0} add(%a, %a)
+  %all-gather.2.call-done = u32[64,128]{1,0} call-done(%all-gather.2.call-start)
+  %isomoe_expert_kernel.1 = s32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call"
+  ROOT %after = s32[8]{0} fusion(%a), kind=kLoop
+}
+"""
+
+
+def test_what_runs_while_rows_are_gathered() -> None:
+    """Between start and end of the largest all-gather."""
+    found = glue(_ASYNC_HLO, {"before": 10, "inside": 20, "inside.1": 30, "after": 40}, "isomoe_")
+    assert (found.cycles, found.launches) == (10 + 20 + 30 + 40, 4)
+    assert (found.beside_cycles, found.beside_launches) == (20 + 30, 2)
+    # Nothing is beside where the program waits for the rows at once.
+    assert glue(_HLO, {}, "moe").beside_launches == 0
+
+
+def test_the_plan_hides_the_gather_of_rows() -> None:
+    """The total counts what takes longer."""
+    config = MODELS["qwen3-coder-480b"].config
+    _, spec = plan_request("tpu7x:2x2x1", config, 512, scheme="channel", dispatch="auto", transport="auto")
+    gen, grid = split_topology("tpu7x:2x2x1")
+    cost = VisitCost(50, 130, 300, 900, 40, 0, (1000,) * len(spec.blocks.rungs))
+
+    def model(beside: int) -> ModelTime:
+        around = Glue(20_000, 10, 50_000, 2, (), beside, 0)
+        return model_time(gen, Fabric.of(gen, grid, 8), spec, config, 512, cost, around, 1.0)
+
+    none, some, most = model(0), model(1000), model(20_000)
+    assert none.total - some.total == pytest.approx(some.beside) == pytest.approx(1.0)
+    assert none.total - most.total == pytest.approx(most.beside) == pytest.approx(none.dispatch)
 
 
 def test_wires_of_a_plan() -> None:

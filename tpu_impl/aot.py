@@ -20,23 +20,22 @@ from typing import Any
 
 from ..common.config import FusedMoEConfig
 from .blocks import choose_blocks, make_spec
-from .generations import Generation, generation
 from .kernel_loops import KernelLoops, read_loops
 from .layout import padded_rank
 from .links import Fabric
 from .llo import DUMP_FLAGS, op_bundles, read_schedule
 from .spec import Blocks, KernelSpec, LoRASpec, scratch_bytes
 from .time_model import ModelTime, model_time
+from .topologies import split_topology
 from .wires import AUTO, resolve_wires
 from .xla_ops import Glue, glue
 
 KERNEL_NAME = "isomoe_expert_kernel"
-# The model has terms of their own for the expert kernel and what sums before sending.
+# The model has terms of their own for the expert kernel and those that sum.
 KERNELS = "isomoe_"
 HLO_FILE = "layer.hlo"
 TIMEOUT_S = 1200.0
 
-_GENERATION_OF = {"v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x", "v7x": "v7x"}
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 # Variables that would make libtpu look for this machine's own TPU.
 _DROPPED = ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -92,47 +91,6 @@ class AotReport:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-TOPOLOGIES = {
-    "v7x": ("tpu7x:2x2x1", "tpu7x:2x2x2", "tpu7x:2x2x4", "tpu7x:2x4x4"),
-    "v6e": ("v6e:2x4", "v6e:4x4", "v6e:4x8", "v6e:8x8"),
-    "v5e": ("v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8"),
-    "v5p": ("v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4"),
-}
-"""Targets by generation, the smallest first."""
-
-
-def topology_for(generation_name: str, ep: int) -> str:
-    """The smallest topology whose devices `ep` divides.
-
-    Raises:
-      ValueError: none.
-    """
-    devices = {}
-    for topology in TOPOLOGIES[generation(generation_name).name]:
-        gen, grid = split_topology(topology)
-        devices[topology] = gen.cores_per_chip * math.prod(grid)
-        if ep > 0 and devices[topology] % ep == 0:
-            return topology
-    sizes = ", ".join(str(n) for n in devices.values())
-    raise ValueError(f"ep: got {ep}, want a divisor of a {generation_name} slice's devices ({sizes})")
-
-
-def split_topology(topology: str) -> tuple[Generation, tuple[int, ...]]:
-    """``"tpu7x:2x2x1"`` to the generation and the chip grid.
-
-    Raises:
-      ValueError: not a topology name, or a generation without limits.
-    """
-    name, _, grid = topology.partition(":")
-    dims = grid.split("x")
-    if name not in _GENERATION_OF or not all(d.isdigit() and int(d) > 0 for d in dims):
-        raise ValueError(
-            f"topology: got {topology!r}, want one of {', '.join(_GENERATION_OF)} and a chip grid, "
-            "for example 'v6e:2x4' or 'tpu7x:2x2x1'"
-        )
-    return generation(_GENERATION_OF[name]), tuple(int(d) for d in dims)
 
 
 def aot_compile(

@@ -22,7 +22,7 @@ from ..common.checks import check_choice, check_int
 from ..common.config import FusedMoEConfig
 from ..common.presets import MODELS
 from . import published
-from .aot import TOPOLOGIES, Compiled, compile_layer, model_times, plan_request, split_topology, topology_for
+from .aot import Compiled, compile_layer, model_times, plan_request
 from .blocks import tile_width
 from .generations import generation
 from .kernel_loops import KernelLoops
@@ -41,6 +41,7 @@ from .time_model import (
     row_distribution,
     traffic_of,
 )
+from .topologies import TOPOLOGIES, split_topology, topology_for
 from .wires import AUTO
 from .xla_ops import Glue
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..common.presets import MODELS
-from .aot import ENVIRONMENT, TOPOLOGIES, plan_request
+from .aot import ENVIRONMENT, plan_request
 from .spec import scratch_bytes
+from .topologies import TOPOLOGIES
 
 TOKENS = (8, 16, 64, 320, 512, 2048, 8192)
 ADAPTERS = ((0, 0), (8, 16), (8, 64))

@@ -19,10 +19,11 @@ from ..common.interpreters import VIRTUAL_DEVICES, has_tpu_device
 from ..common.numerics import BF16
 from ..common.platforms import Platform, PlatformKind
 from ..common.recipes import Recipe
-from ..common.support import ExpertsSupport
 from ..common.weights import SCHEMES
 from .blocks import choose_blocks, interpreter_blocks
 from .spec import Blocks, LoRASpec
+from .support import TPUSupport
+from .wires import codes_at_source
 
 _FORCE_DEVICES = "xla_force_host_platform_device_count"
 
@@ -117,7 +118,7 @@ class PallasEPExecutor:
     """The Pallas expert kernel over an expert-parallel mesh of `call.ep_size` devices."""
 
     name = "pallas_ep"
-    support = ExpertsSupport(
+    support = TPUSupport(
         platforms=(PlatformKind.TPU,), schemes=SCHEMES, recipes=("w8a8", "w8a16", "bf16"), lora=True
     )
 
@@ -141,13 +142,13 @@ class PallasEPExecutor:
         """Tile sizes `run` uses for this call."""
         h_group = call.recipe.h_group
         fixed = h_group if isinstance(h_group, int) and call.weights.scheme != "block" else None
-        loras = len(call.adapters) if call.uses_adapters else 0
-        rank = max((a.rank for a in call.adapters), default=0) if loras else 0
+        loras, rank = _adapters(call)
         if _have_tpu():
+            arch = Platform.detect().arch
             return choose_blocks(
-                Platform.detect().arch, call.config, call.num_tokens, ep=call.ep_size, scheme=call.weights.scheme,
+                arch, call.config, call.num_tokens, ep=call.ep_size, scheme=call.weights.scheme,
                 recipe=call.recipe.name, max_loras=loras, max_lora_rank=rank, transport=_transport(call),
-                dispatch=_dispatch(call), bf=fixed,
+                dispatch=_dispatch(call, arch), bf=fixed,
             )
         return interpreter_blocks(
             inter=call.config.intermediate_size, rows=call.num_tokens * call.config.experts_per_token,
@@ -227,7 +228,7 @@ def _run(call: MoECall, blocks: Blocks, devices: list[Any], settings: InterpretS
         blocks=blocks,
         generation="v7x" if settings else Platform.detect().arch,
         transport=_transport(call),
-        dispatch=_dispatch(call),
+        dispatch=_dispatch(call, None if settings else Platform.detect().arch),
         static_scales=static,
         interpret=settings.params() if settings else False,
     )
@@ -273,8 +274,25 @@ def _transport(call: MoECall) -> str:
     return _TRANSPORT_OF[call.recipe.wire, call.recipe.wire_unit]
 
 
-def _dispatch(call: MoECall) -> str:
-    return "ag_fp8" if call.recipe.x_wire == "fp8" else "ag_bf16"
+def _dispatch(call: MoECall, generation: str | None) -> str:
+    """How rows travel: as declared, or on a TPU (`generation`) the cheaper way with the same bits."""
+    if call.recipe.x_wire == "fp8":
+        return "ag_fp8"
+    if generation is None:
+        return "ag_bf16"
+    loras, rank = _adapters(call)
+    return codes_at_source(
+        generation, call.config, call.num_tokens, ep=call.ep_size, scheme=call.weights.scheme,
+        recipe=call.recipe.name, transport=_transport(call), static_scales=call.recipe.x_group == "static",
+        max_loras=loras, max_lora_rank=rank,
+    )
+
+
+def _adapters(call: MoECall) -> tuple[int, int]:
+    """Adapters of the call and their largest rank; (0, 0) where no row uses one."""
+    if not call.uses_adapters:
+        return 0, 0
+    return len(call.adapters), max((a.rank for a in call.adapters), default=0)
 
 
 def _local_ids(call: MoECall) -> np.ndarray:

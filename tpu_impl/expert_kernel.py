@@ -454,7 +454,7 @@ class _Kernel:
         """
         last, tab = first + length, self.r["tab"]
 
-        def run(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def run(carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
             row, c, kept, sent = carry
             c = lax.while_loop(lambda c: self.cell(c + 1) <= row, lambda c: c + 1, c)
             rows = jnp.minimum(self.cell(c + 1), last) - row

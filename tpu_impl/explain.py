@@ -14,10 +14,14 @@ from typing import Any
 
 from ..common.config import FusedMoEConfig
 from ..common.presets import MODELS
-from .aot import plan_request, split_topology, topology_for
+from .aot import plan_request
+from .blocks import choose_blocks, make_spec, max_tokens
 from .generations import GENERATIONS
+from .layout import padded_rank
 from .links import Fabric
+from .spec import LoRASpec
 from .time_model import estimate_time, roofline
+from .topologies import split_topology, topology_for
 from .wires import AUTO
 
 DEFAULT_TOKENS = (64, 512, 8192)
@@ -51,11 +55,18 @@ def plans(
     rows = _rows(ledger)
     ep = config.moe_parallel_config.ep_size
     found: list[dict[str, Any]] = []
+    loras = (max_loras, max_lora_rank)
     for count in tokens:
         entry: dict[str, Any] = {"tokens": count}
         found.append(entry)
         try:
             topology = topology_for(generation, ep)
+            most = _most_tokens(config, generation, scheme, ep, loras)
+            if count > most:
+                raise ValueError(
+                    f"tokens: got {count}, want at most {most}: routing tables of one call fill the scalar memory of "
+                    f"{generation} (larger batches run in parts)"
+                )
             _, spec = plan_request(
                 topology, config, count, scheme=scheme, max_loras=max_loras, max_lora_rank=max_lora_rank,
                 dispatch=AUTO, transport=AUTO, fp8_wire=fp8_wire, fp8_input=fp8_wire, ep=ep,
@@ -67,7 +78,9 @@ def plans(
         fabric = Fabric.of(gen, grid, spec.ep)
         entry |= {
             "recipe": spec.recipe, "dispatch": spec.dispatch, "transport": spec.transport,
-            "blocks": asdict(spec.blocks), "roofline_us": roofline(gen, fabric, config, count).total,
+            "blocks": asdict(spec.blocks), "roofline_us": roofline(
+                gen, fabric, config, count, quantized=scheme != "bf16"
+            ).total,
         }
         row = _lookup(rows, config, generation, ep, count, scheme, max_loras, max_lora_rank)
         if row is not None and (row["dispatch"], row["transport"]) == (spec.dispatch, spec.transport):
@@ -75,6 +88,20 @@ def plans(
         else:
             entry |= {"us": estimate_time(gen, fabric, spec, config, count).total, "from": "estimate"}
     return found
+
+
+def _most_tokens(
+    config: FusedMoEConfig, generation: str, scheme: str, ep: int, loras: tuple[int, int]
+) -> int:
+    """Tokens of one call of the kernel: its tables fill scalar memory, and larger batches run in parts."""
+    gen = GENERATIONS[generation]
+    recipe = "bf16" if scheme == "bf16" else gen.default_recipe
+    blocks = choose_blocks(
+        generation, config, ep, ep=ep, scheme=scheme, recipe=recipe, max_loras=loras[0], max_lora_rank=loras[1]
+    )
+    lora = LoRASpec(loras[0], padded_rank(loras[1])) if loras[0] else None
+    spec = make_spec(config, ep, blocks, ep=ep, scheme=scheme, recipe=recipe, lora=lora)
+    return max_tokens(spec, gen.smem_bytes)
 
 
 def _rows(ledger: Path | None) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def sort_pairs(key: jax.Array, index: jax.Array | np.ndarray, most: int, *carrie
     """
     n = key.shape[0]
     if not _fits(n, most):
-        return tuple(lax.sort((key, index, *carried), num_keys=2, is_stable=False)[1:])
+        return tuple(lax.sort((key, jnp.asarray(index), *carried), num_keys=2, is_stable=False)[1:])
     both, *rest = lax.sort((key * n + index, *carried), num_keys=1, is_stable=False)
     return lax.rem(both, n), *rest
 

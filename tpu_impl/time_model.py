@@ -3,7 +3,7 @@
 
 Nothing here is measured. A layer's time is
 
-    dispatch + max(HBM, compute, pushed results) + results that are not pushed + fixed
+    dispatch + max(HBM, compute, pushed results) + results that are not pushed + fixed - beside
 
 * dispatch and results: `links`, with `HOP_US` for each hop of an all-gather.
 * HBM: every visited expert's weights once a panel (and its adapters), rows in and out.
@@ -13,6 +13,8 @@ Nothing here is measured. A layer's time is
 * v7x: libtpu's schedules there do not hold back the matrix unit, so a tile takes max(bundles / clock, MACs / peak).
 * fixed: what XLA runs around the kernel (plan, row packing: `xla_ops`), the final sum (`combine_us`), `LAUNCH_US` for
   each of these operations, the latency of metadata gather, entry barrier and last arrivals.
+* beside: the gather of the rows is asynchronous, so the operations that the compiled program runs before it waits for
+  it (most of the plan) cost only what they take longer.
 
 Out of the model: stalls inside a schedule, congestion, imbalance between devices, instruction fetch.
 """
@@ -72,7 +74,10 @@ class VisitCost:
 
 @dataclass(frozen=True)
 class ModelTime:
-    """Terms of one layer's time on one device, microseconds, and the clock they hold for."""
+    """Terms of one layer's time on one device, microseconds, and the clock they hold for.
+
+    `beside`: of `dispatch`, what runs beside the plan; counted once in `total`.
+    """
 
     clock_ghz: float
     hbm: float
@@ -84,6 +89,7 @@ class ModelTime:
     plan: float
     launches: float
     latency: float
+    beside: float
     total: float
 
     @property
@@ -271,19 +277,26 @@ def model_time(
     def compute_us(n: int) -> float:
         return expert_us(gen, clock, spec, cost, n)
 
-    rows = num_tokens * config.experts_per_token / spec.ep
-    traffic = traffic_of(spec, config, num_tokens)
     kernel = mean(lambda n: max(hbm_us(n), compute_us(n)))
+    return _added(gen, fabric, spec, config, num_tokens, around, clock, mean(hbm_us), mean(compute_us), kernel)
+
+
+def _added(
+    gen: Generation, fabric: Fabric, spec: KernelSpec, config: FusedMoEConfig, num_tokens: int, around: Glue,
+    clock: float, hbm: float, compute: float, kernel: float,
+) -> ModelTime:
+    """The kernel's time with everything else."""
+    rows = num_tokens * config.experts_per_token / spec.ep
+    traffic, sums = traffic_of(spec, config, num_tokens), presum_us(gen, clock, spec, config)
     plan = around.cycles / clock / 1e3 + combine_us(gen, clock, spec)
     launches = (around.launches + 1) * LAUNCH_US
     latency = (around.collectives + arrivals(spec)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
-    sums = presum_us(gen, clock, spec, config)
-    links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel, sums)
+    dispatch = dispatch_us(fabric, traffic, spec.dispatch)
+    beside = min(dispatch, around.beside_cycles / clock / 1e3 + around.beside_launches * LAUNCH_US)
+    total = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel, sums) + plan + launches + latency - beside
     return ModelTime(
-        clock, mean(hbm_us), 2 * rows * matrix_elements(spec) / peak_tflops(gen, spec.recipe) / 1e6, mean(compute_us),
-        kernel, dispatch_us(fabric, traffic, spec.dispatch),
-        max(sums, transport_us(fabric, traffic, spec.transport)), plan, launches, latency,
-        links + plan + launches + latency,
+        clock, hbm, 2 * rows * matrix_elements(spec) / peak_tflops(gen, spec.recipe) / 1e6, compute, kernel, dispatch,
+        max(sums, transport_us(fabric, traffic, spec.transport)), plan, launches, latency, beside, total,
     )
 
 
@@ -314,14 +327,16 @@ class Roofline:
     total: float
 
 
-FLOOR_DISPATCHES = ("ag_fp8",)
-FLOOR_TRANSPORTS = ("push_fp8", "presum_fp8")
+FLOOR_WIRES = {
+    True: (("ag_fp8",), ("push_fp8", "presum_fp8")), False: (("ag_bf16",), ("push_bf16", "presum_bf16", "rs_bf16")),
+}
+"""Dispatches and transports of the floor, by whether weights are quantised."""
 
 
 def roofline(
     gen: Generation, fabric: Fabric, config: FusedMoEConfig, num_tokens: int, *, quantized: bool = True
 ) -> Roofline:
-    """The floor of a layer without adapters: every byte once, every dot at peak, FP8 on the links.
+    """The floor of a layer without adapters: every byte once, every dot at peak, FP8 on the links (bf16 for bf16).
 
     Rows that are summed first leave once a *chip*: the cores of a chip would add theirs, which costs the links least.
     """
@@ -337,9 +352,8 @@ def roofline(
         num_tokens, config.hidden_dim, config.experts_per_token, config.num_experts, scales=False, whole_chips=True
     )
     kernel = max(hbm, mxu)
-    best = min(
-        (total_us(fabric, traffic, d, t, kernel), d, t) for d in FLOOR_DISPATCHES for t in FLOOR_TRANSPORTS
-    )
+    dispatches, transports = FLOOR_WIRES[quantized]
+    best = min((total_us(fabric, traffic, d, t, kernel), d, t) for d in dispatches for t in transports)
     total, dispatch, transport = best
     links = dispatch_us(fabric, traffic, dispatch), transport_us(fabric, traffic, transport)
     return Roofline(hbm, mxu, dispatch, transport, links, total)
@@ -374,19 +388,11 @@ def estimate_time(
     gen: Generation, fabric: Fabric, spec: KernelSpec, config: FusedMoEConfig, num_tokens: int
 ) -> ModelTime:
     """`model_time` without a schedule."""
-    kernel, around, clock = estimate_kernel_us(gen, spec, config, num_tokens), estimate_glue(spec), gen.clock_ghz
-    traffic, sums = traffic_of(spec, config, num_tokens), presum_us(gen, gen.clock_ghz, spec, config)
-    rows = num_tokens * config.experts_per_token / spec.ep
-    plan = around.cycles / clock / 1e3 + combine_us(gen, clock, spec)
-    launches = (around.launches + 1) * LAUNCH_US
-    latency = (around.collectives + arrivals(spec)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
+    kernel = estimate_kernel_us(gen, spec, config, num_tokens)
     spread = row_distribution(num_tokens, config.experts_per_token, config.num_experts)
     hbm = spec.experts * sum(chance * expert_bytes(spec, n) for n, chance in spread) / gen.hbm_gbps / 1e3
-    links = total_us(fabric, traffic, spec.dispatch, spec.transport, kernel, sums)
-    return ModelTime(
-        clock, hbm, 2 * rows * matrix_elements(spec) / peak_tflops(gen, spec.recipe) / 1e6, kernel, kernel,
-        dispatch_us(fabric, traffic, spec.dispatch), max(sums, transport_us(fabric, traffic, spec.transport)), plan,
-        launches, latency, links + plan + launches + latency,
+    return _added(
+        gen, fabric, spec, config, num_tokens, estimate_glue(spec), gen.clock_ghz, hbm, kernel, kernel
     )
 
 

@@ -14,6 +14,7 @@ from .layout import padded_rank
 from .links import ROW_ITEM, Fabric
 from .spec import DISPATCHES, TRANSPORTS, KernelSpec, LoRASpec
 from .time_model import estimate_time
+from .topologies import split_topology, topology_for
 
 AUTO = "auto"
 
@@ -77,6 +78,35 @@ def _build(
         if required or not str(error).startswith("dispatch:"):
             raise
         return None
+
+
+def codes_at_source(
+    generation_name: str,
+    config: FusedMoEConfig,
+    num_tokens: int,
+    *,
+    ep: int,
+    scheme: str,
+    recipe: str,
+    transport: str,
+    static_scales: bool = False,
+    max_loras: int = 0,
+    max_lora_rank: int = 0,
+) -> str:
+    """The cheaper dispatch of those that give the same bits: w8a8 may quantise a row where it comes from.
+
+    Other recipes, static scales, and expert groups that no slice has keep ``"ag_bf16"``.
+    """
+    if recipe != "w8a8" or static_scales:
+        return "ag_bf16"
+    try:
+        gen, grid = split_topology(topology_for(generation_name, ep))
+    except ValueError:
+        return "ag_bf16"
+    return resolve_wires(
+        gen, Fabric.of(gen, grid, ep), config, num_tokens, scheme=scheme, recipe=recipe, transport=transport,
+        max_loras=max_loras, max_lora_rank=max_lora_rank,
+    )[0]
 
 
 def resolve_wires(

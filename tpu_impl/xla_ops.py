@@ -64,6 +64,8 @@ class Glue:
       compiler_cycles: the compiler's own estimate, its allowances included; operations without one count bundles.
       collectives: all-gathers and the like.
       largest: names and cycles of the operations that cost most.
+      beside_cycles, beside_launches: the share of operations that the program runs between the start of its largest
+        all-gather, the rows, and the wait for it.
     """
 
     cycles: int
@@ -71,6 +73,8 @@ class Glue:
     compiler_cycles: int
     collectives: int
     largest: tuple[tuple[str, int], ...]
+    beside_cycles: int = 0
+    beside_launches: int = 0
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
@@ -139,15 +143,32 @@ def gather_bundles(shape: str) -> int:
     return 0 if match is None else math.ceil(GATHER_BUNDLES * int(match[1]) // 8 * int(match[2]) * int(match[3]) / 1024)
 
 
+def _gathering(ops: list[Op]) -> tuple[int, int]:
+    """Places of the start of the largest asynchronous all-gather and of the wait for it; (0, 0) where there is none."""
+    starts = [(i, op) for i, op in enumerate(ops) if "all-gather" in op.name and op.name.endswith("-start")]
+    done = {op.name.removesuffix("-done"): i for i, op in enumerate(ops) if op.name.endswith("-done")}
+    spans = [(_nbytes(op.shape), i, done.get(op.name.removesuffix("-start"), i)) for i, op in starts]
+    return max(spans, default=(0, 0, 0))[1:]
+
+
+def _nbytes(shape: str) -> int:
+    """Bytes of the largest array of a shape."""
+    found = re.findall(r"[a-z]+(\d+)\w*\[([\d,]+)\]", shape)
+    return max((int(bits) * math.prod(int(n) for n in dims.split(",")) // 8 for bits, dims in found), default=0)
+
+
 def glue(hlo: str, bundles: Mapping[str, int], kernel: str) -> Glue:
-    """Add up everything but the kernel whose name starts with `kernel`.
+    """Add up everything but the kernels whose names start with `kernel`.
 
     Args:
       hlo: the compiled program's text.
       bundles: of each operation, by name (`llo.op_bundles`).
-      kernel: the expert kernel's name.
+      kernel: what names of kernels that the model has terms for start with.
     """
-    ops = [op for op in operations(hlo) if not _free(op) and not op.name.startswith(kernel)]
+    everything = operations(hlo)
+    start, end = _gathering(everything)
+    kept = [(i, op) for i, op in enumerate(everything) if not _free(op) and not op.name.startswith(kernel)]
+    ops = [op for _, op in kept]
     alike: dict[tuple[str, str], int] = {}
     for op in ops:
         if op.name in bundles:
@@ -155,8 +176,8 @@ def glue(hlo: str, bundles: Mapping[str, int], kernel: str) -> Glue:
     estimates = [op.estimate for op in ops if op.estimate is not None]
     # The smallest operations' common estimate is the compiler's allowance; a few marks are below it.
     allowance = min((e for e in estimates if estimates.count(e) >= 2 and e > 1000), default=0)
-    cycles, compiler, cost = 0, 0, []
-    for op in ops:
+    cycles, compiler, beside, cost = 0, 0, 0, []
+    for i, op in kept:
         scheduled = bundles.get(op.name, alike.get((op.opcode, op.shape), 0))
         if op.opcode == "sort":
             scheduled = max(scheduled, sort_bundles(op.shape))
@@ -165,8 +186,10 @@ def glue(hlo: str, bundles: Mapping[str, int], kernel: str) -> Glue:
         beyond = max(0, op.estimate - allowance) if op.estimate is not None else 0
         work = op.times * max(scheduled, beyond)
         cycles += work
+        beside += work if start < i < end else 0
         compiler += op.times * (op.estimate if op.estimate is not None else allowance + scheduled)
         cost.append((op.name, work))
     collectives = len(re.findall(rf"\b(?:{'|'.join(COLLECTIVES)})(?:-start)?\(", hlo))
     largest = tuple(sorted(cost, key=lambda c: -c[1])[:8])
-    return Glue(cycles, sum(op.times for op in ops), compiler, collectives, largest)
+    launches = sum(op.times for i, op in kept if start < i < end)
+    return Glue(cycles, sum(op.times for op in ops), compiler, collectives, largest, beside, launches)

@@ -24,10 +24,13 @@ from ..ep_moe import EPBuild, fused_moe_ep, operand_shapes
 from ..generations import GENERATIONS, generation
 from ..layout import activation_scales, lay_out_scales, padded_hidden
 from ..spec import LoRASpec, round_up
+from ..wires import codes_at_source
 from .routing import route_on_device
 
 # Limits an interpreted run takes; no device stands behind it.
 INTERPRETED_GENERATION = "v7x"
+# Rows of results are bf16: the serving recipes declare no FP8 ones, and another sum order would change bits.
+TRANSPORT = "push_bf16"
 
 
 def expert_axes(mesh: Mesh, names: str | tuple[str, ...]) -> tuple[str | tuple[str, ...], tuple[str, ...]]:
@@ -156,6 +159,7 @@ class EPLayer:
         num_tokens = -(-num_tokens // groups)
         slots, rank = (self.lora.slots, self.lora.rank) if self.lora else (0, 0)
         interpret: Any = False
+        dispatch = "ag_bf16"
         if self.interpreted:
             from ..executor import InterpretSettings
 
@@ -165,13 +169,18 @@ class EPLayer:
             )
             interpret = InterpretSettings().params()
         else:
+            dispatch = codes_at_source(
+                self.generation, self.config, num_tokens, ep=self.ep, scheme=self.scheme, recipe=self.recipe,
+                transport=TRANSPORT, static_scales=self.static_scales is not None, max_loras=slots,
+                max_lora_rank=rank,
+            )
             blocks = choose_blocks(
                 self.generation, self.config, num_tokens, ep=self.ep, scheme=self.scheme, recipe=self.recipe,
-                max_loras=slots, max_lora_rank=rank, bf=self.bf,
+                max_loras=slots, max_lora_rank=rank, transport=TRANSPORT, dispatch=dispatch, bf=self.bf,
             )
         return EPBuild(
             mesh=self.mesh, axis=self.axis, config=self.config, scheme=self.scheme, recipe=self.recipe,
-            blocks=blocks, generation=self.generation, lora=self.lora,
+            blocks=blocks, generation=self.generation, transport=TRANSPORT, dispatch=dispatch, lora=self.lora,
             static_scales=self.static_scales is not None, interpret=interpret, token_axes=self.token_axes,
         )
 

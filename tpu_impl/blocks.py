@@ -15,7 +15,7 @@ from dataclasses import replace
 from ..common.config import FusedMoEConfig
 from .generations import Generation, generation
 from .layout import padded_hidden, padded_rank
-from .spec import LANES, ROW_BLOCK, Blocks, KernelSpec, LoRASpec, dma_semaphores, round_up, vmem_bytes
+from .spec import LANES, ROW_BLOCK, SUBLANES, Blocks, KernelSpec, LoRASpec, dma_semaphores, round_up, vmem_bytes
 
 MAX_TILE = 1024
 # Two weight tiles may take this share of VMEM; rows, results and adapters need the rest.
@@ -59,15 +59,19 @@ def tile_width(gen: Generation, config: FusedMoEConfig, scheme: str) -> int:
     return best[1]
 
 
-def _rungs(rows: int, mean: float) -> tuple[int, ...]:
-    """Tile heights: doubling, and two that just hold a usual expert and a somewhat fuller one."""
-    usual = {round_up(max(1, math.ceil(mean + k * math.sqrt(mean))), 64) for k in (0, 2)}
+def _rungs(rows: int, mean: float, scheme: str) -> tuple[int, ...]:
+    """Tile heights: doubling, and two that just hold a usual expert and a somewhat fuller one.
+
+    With block scales the vector unit bounds a tile, so that a few rows fewer count.
+    """
+    step = SUBLANES if scheme == "block" and rows <= 2 * ROW_BLOCK else 2 * ROW_BLOCK
+    usual = {max(ROW_BLOCK, round_up(math.ceil(mean + k * math.sqrt(mean)), step)) for k in (0, 2)}
     return (*sorted(r for r in {*RUNGS, *usual} if r < rows), rows)
 
 
-def _stage(rows: int, hidden: int) -> int:
-    """Rows sent at a time: fewer, larger pushes for narrow rows; a divisor of the panel."""
-    most = 320 if hidden <= 3072 else 128
+def _stage(rows: int, hidden: int, mean: float) -> int:
+    """Rows sent at a time: fewer, larger pushes for narrow rows, no more than a usual expert has; divides the panel."""
+    most = min(320 if hidden <= 3072 else 128, round_up(math.ceil(mean + math.sqrt(mean)), ROW_BLOCK))
     return max(s for s in range(ROW_BLOCK, min(rows, most) + 1, ROW_BLOCK) if rows % s == 0)
 
 
@@ -115,8 +119,10 @@ def make_spec(
 
 
 def table_bytes(spec: KernelSpec) -> int:
-    """Scalar memory that grows with the batch: the routing table, the list of visits, scales of FP8 rows."""
+    """Scalar memory: the routing table, the list of visits, scales of FP8 rows and of weight tiles in blocks."""
     scales = spec.tokens if spec.dispatch == "ag_fp8" else 0
+    if spec.block_scales:
+        scales += spec.blocks.nbuf * sum(round_up(n, SUBLANES) * m for n, m in (spec.scale13_shape, spec.scale2_shape))
     return 4 * (spec.table.size + spec.max_visits * spec.visit_width + scales)
 
 
@@ -194,7 +200,7 @@ def choose_blocks(
     for pairs in _pair_choices(max_loras, rank) if lora else [0]:
         for rows in panels:
             for nbuf, xbuf in ((3, 2), (2, 2), (3, 1), (2, 1)):
-                blocks = Blocks(width, rows, _rungs(rows, mean), nbuf, xbuf, _stage(rows, hidden), pairs)
+                blocks = Blocks(width, rows, _rungs(rows, mean, scheme), nbuf, xbuf, _stage(rows, hidden, mean), pairs)
                 spec = make_spec(
                     config, num_tokens, blocks, ep=ep, scheme=scheme, recipe=recipe, lora=lora, transport=transport,
                     dispatch=dispatch,

@@ -251,8 +251,8 @@ def operand_shapes(build: EPBuild) -> dict[str, tuple[tuple[int, ...], Any]]:
     weight = jnp.float8_e4m3fn if s.quantized else jnp.bfloat16
     out: dict[str, tuple[tuple[int, ...], Any]] = {"w13": ((e, nf, h, n * bf), weight), "w2": ((e, nf, bf, h), weight)}
     if s.quantized:
-        out["s13"] = ((e, nf, s.scale_groups13, n * bf), jnp.float32)
-        out["s2"] = ((e, nf, s.scale_groups2, h) if s.block_scales else (e, 1, h), jnp.float32)
+        out["s13"] = ((e, nf, *s.scale13_shape), jnp.float32)
+        out["s2"] = ((e, nf, *s.scale2_shape) if s.block_scales else (e, *s.scale2_shape), jnp.float32)
     if s.has_bias:
         out |= {"b13": ((e, nf, 1, n * bf), jnp.float32), "b2": ((e, 1, h), jnp.float32)}
     if s.lora:

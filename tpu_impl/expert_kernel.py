@@ -35,6 +35,10 @@ from .spec import LANES, ROW_BLOCK, TRANSPORTS, KernelSpec, operands, results, s
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
 N_CHUNK = 1024
+# Columns of gate (and of up) whose pre-activations are held at once.
+G_CHUNK = 512
+# The same with block scales, where a sum over all blocks of H is held.
+BLOCK_N_CHUNK, BLOCK_G_CHUNK = 512, 256
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -45,8 +49,9 @@ def _dot_nt(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _column_chunks(width: int) -> list[tuple[int, int]]:
-    return [(n, min(N_CHUNK, width - n)) for n in range(0, width, N_CHUNK)]
+def _chunks(width: int, most: int) -> list[tuple[int, int]]:
+    """First column and width of pieces of `most` columns."""
+    return [(n, min(most, width - n)) for n in range(0, width, most)]
 
 
 class _Kernel:
@@ -278,62 +283,100 @@ class _Kernel:
 
     def tile(self, height: int, f: jax.Array, slot: jax.Array) -> None:
         """GMM1, LoRA, activation, quantise, GMM2 of `height` rows and one f tile."""
-        spec, r, bf = self.spec, self.r, self.blocks.bf
         rows = slice(0, height)
-        g = self.gate_up(rows, slot)
-        if spec.has_bias:
-            g = g + r["b13v"][slot]
-        if spec.lora:
-            a = 2 * spec.lanes
-            delta = []
-            for j in range(spec.halves):
-                b = r["lb13"][f, :, j * bf : (j + 1) * bf]
-                delta.append(_dot(r["vs"][rows, j * a : (j + 1) * a], jnp.concatenate([b, b], axis=0)))
-            g = g + (jnp.concatenate(delta, axis=1) if spec.gated else delta[0])
-        up = g[:, bf:] if spec.gated else None
-        h = apply_activation(spec.activation, g[:, :bf], up).astype(jnp.bfloat16)
-        if spec.lora:
-            r["us"][rows, :] += _dot_nt(h, r["la2"][f])
+        if self.spec.block_scales:
+            self.block_tile(rows, f, slot)
+            return
+        # A few columns at a time: their pre-activations stay in registers.
+        pieces = [self.hidden_columns(rows, f, slot, c, w) for c, w in _chunks(self.blocks.bf, G_CHUNK)]
+        h = jnp.concatenate(pieces, axis=1)
+        if self.spec.lora:
+            self.r["us"][rows, :] += _dot_nt(h, self.r["la2"][f])
         self.down(rows, h, slot)
 
-    def gate_up(self, rows: slice, slot: jax.Array) -> jax.Array:
+    def hidden_columns(self, rows: slice, f: jax.Array, slot: jax.Array, first: int, width: int) -> jax.Array:
+        """bf16 ``[rows, width]``: activated columns of one f tile from `first` on."""
         spec, r = self.spec, self.r
-        if not spec.block_scales:
-            g = _dot(r["xs"][rows, :], r["w13v"][slot])
-            if spec.recipe == "w8a8":
-                sx = r["act_scale"][0] if spec.static_scales else r["sx"][rows, 0:1]
-                g = g * sx
-            return g * r["s13v"][slot] if spec.quantized else g
-        g = jnp.zeros((rows.stop, spec.halves * self.blocks.bf), jnp.float32)
-        for k in range(spec.hidden // LANES):
-            columns = slice(k * LANES, (k + 1) * LANES)
-            part = _dot(r["xs"][rows, columns], r["w13v"][slot, columns, :])
-            if spec.recipe == "w8a8":
-                part = part * r["sx"][rows, k : k + 1]
-            g = g + part * r["s13v"][slot, k : k + 1, :]
-        return g
+        # The columns' gate, then their up part.
+        parts = [slice(j * self.blocks.bf + first, j * self.blocks.bf + first + width) for j in range(spec.halves)]
+        g = self.block_gate_up(rows, slot, first, width) if spec.block_scales else self.gate_up(rows, slot, parts)
+        if spec.has_bias:
+            g = [x + r["b13v"][slot, :, c] for x, c in zip(g, parts, strict=True)]
+        if spec.lora:
+            a = 2 * spec.lanes
+            for j, c in enumerate(parts):
+                b = r["lb13"][f, :, c]
+                g[j] = g[j] + _dot(r["vs"][rows, j * a : (j + 1) * a], jnp.concatenate([b, b], axis=0))
+        return apply_activation(spec.activation, g[0], g[1] if spec.gated else None).astype(jnp.bfloat16)
+
+    def gate_up(self, rows: slice, slot: jax.Array, parts: list[slice]) -> list[jax.Array]:
+        """float32 pre-activations of each range of columns."""
+        spec, r = self.spec, self.r
+        g = [_dot(r["xs"][rows, :], r["w13v"][slot, :, c]) for c in parts]
+        if spec.recipe == "w8a8":
+            sx = r["act_scale"][0] if spec.static_scales else r["sx"][rows, 0:1]
+            g = [x * sx for x in g]
+        return [x * r["s13v"][slot, :, c] for x, c in zip(g, parts, strict=True)] if spec.quantized else g
 
     def down(self, rows: slice, h: jax.Array, slot: jax.Array) -> None:
+        """Add ``h @ w2`` of one f tile to the results."""
+        spec, r = self.spec, self.r
+        scale = None
+        if spec.recipe == "w8a8":
+            if spec.static_scales:
+                h, scale = cast_rows(h.astype(jnp.float32), r["act_scale"][3]), r["act_scale"][2]
+            else:
+                h, scale = quantize_rows(h.astype(jnp.float32))
+        for n, w in _chunks(spec.hidden, N_CHUNK):
+            out = _dot(h, r["w2v"][slot, :, n : n + w])
+            if scale is not None:
+                out = out * scale
+            if spec.tiles == 1:
+                r["y"][rows, n : n + w] = out  # the only tile: nothing to add to
+            else:
+                r["y"][rows, n : n + w] += out
+
+    # -- one tile with block scales: each 128 rows of weights have their own, and so has what multiplies them ---
+
+    def block_tile(self, rows: slice, f: jax.Array, slot: jax.Array) -> None:
+        """`tile`, some columns at a time, so that their sums stay in registers over all blocks of H."""
         spec, r, bf = self.spec, self.r, self.blocks.bf
-        width = LANES if spec.block_scales else bf
-        for k in range(0, bf, width):
-            part = h[:, k : k + width]
-            scale = None
-            if spec.recipe == "w8a8":
-                if spec.static_scales:
-                    part, scale = cast_rows(part.astype(jnp.float32), r["act_scale"][3]), r["act_scale"][2]
-                else:
-                    part, scale = quantize_rows(part.astype(jnp.float32))
-            for n, w in _column_chunks(spec.hidden):
-                out = _dot(part, r["w2v"][slot, k : k + width, n : n + w])
-                if scale is not None:
-                    out = out * scale
-                if spec.block_scales:
-                    out = out * r["s2v"][slot, k // LANES : k // LANES + 1, n : n + w]
-                if spec.tiles == 1 and k == 0:
-                    r["y"][rows, n : n + w] = out  # the only tile: nothing to add to
-                else:
-                    r["y"][rows, n : n + w] += out
+        groups: list[tuple[jax.Array, jax.Array | None]] = []
+        for first, width in _chunks(bf, BLOCK_G_CHUNK):
+            h = self.hidden_columns(rows, f, slot, first, width)
+            if spec.lora:
+                r["us"][rows, :] += _dot_nt(h, r["la2"][f, :, first : first + width])
+            for k in range(0, width, LANES):
+                part = h[:, k : k + LANES]
+                groups.append(quantize_rows(part.astype(jnp.float32)) if spec.recipe == "w8a8" else (part, None))
+        for n, w in _chunks(spec.hidden, BLOCK_N_CHUNK):
+            y = r["y"][rows, n : n + w] if spec.tiles > 1 else None
+            for k, (part, scale) in enumerate(groups):
+                out = _dot(part, r["w2v"][slot, k * LANES : (k + 1) * LANES, n : n + w])
+                out = self.scaled(out, scale, [r["s2v"][slot, k, b] for b in range(n // LANES, (n + w) // LANES)])
+                y = out if y is None else y + out
+            r["y"][rows, n : n + w] = y
+
+    def block_gate_up(self, rows: slice, slot: jax.Array, first: int, width: int) -> list[jax.Array]:
+        spec, r, bf = self.spec, self.r, self.blocks.bf
+        g = [jnp.zeros((rows.stop, width), jnp.float32) for _ in range(spec.halves)]
+        for k in range(spec.hidden // LANES):
+            block = slice(k * LANES, (k + 1) * LANES)
+            sx = r["sx"][rows, k : k + 1] if spec.recipe == "w8a8" else None
+            for j in range(spec.halves):
+                c = j * bf + first
+                part = _dot(r["xs"][rows, block], r["w13v"][slot, block, c : c + width])
+                scales = [r["s13v"][slot, b, k] for b in range(c // LANES, (c + width) // LANES)]
+                g[j] = g[j] + self.scaled(part, sx, scales)
+        return g
+
+    def scaled(self, part: jax.Array, row_scale: jax.Array | None, scales: list[jax.Array]) -> jax.Array:
+        """One 128-block's dot times its rows' scales and the scalars that cover 128 columns each."""
+        pieces = []
+        for i, s in enumerate(scales):
+            piece = part[:, i * LANES : (i + 1) * LANES]
+            pieces.append((piece if row_scale is None else piece * row_scale) * s)
+        return jnp.concatenate(pieces, axis=1)
 
     def by_height(self, v: jax.Array, body: Any) -> None:
         """Run `body(height)` for the smallest static height that covers the visit's rows."""
@@ -421,31 +464,23 @@ class _Kernel:
             mask = self.row_mask(v, first, stage)
             shrunk = jnp.concatenate(split_bf16(jnp.where(mask, r["us"][rows, :], 0.0)), axis=1)
         visit_slot = lax.rem(v, 2)
-        absmax = jnp.zeros((stage, 1), jnp.float32)
-        for n, w in _column_chunks(spec.hidden):
-            value = r["y"][rows, n : n + w]
-            if spec.quantized and not spec.block_scales:
-                value = value * r["s2v"][visit_slot, :, n : n + w]
-            if spec.has_bias:
-                value = value + r["b2v"][visit_slot, :, n : n + w]
-            if shrunk is not None:
-                b = r["lb2"][:, n : n + w]
-                value = value + _dot(shrunk, jnp.concatenate([b, b], axis=0))
-            if spec.fp8_wire:
-                r["y"][rows, n : n + w] = value
-                absmax = jnp.maximum(absmax, jnp.max(jnp.abs(value), axis=1, keepdims=True))
-            else:
-                self.put(q, n, w, value.astype(jnp.bfloat16))
-        if not spec.fp8_wire:
-            return
-        scale = fp8_scale(absmax)
-        r["st_scale"][q] = jnp.broadcast_to(scale, (stage, LANES)).reshape(stage, 1, LANES)
-        for n, w in _column_chunks(spec.hidden):
-            self.put(q, n, w, cast_rows(r["y"][rows, n : n + w], 1.0 / scale))
-
-    def put(self, q: jax.Array, n: int, w: int, value: jax.Array) -> None:
-        """Columns of finished rows into the send buffer, a row contiguous."""
-        self.r["st"][q, :, n // LANES : (n + w) // LANES, :] = value.reshape(value.shape[0], w // LANES, LANES)
+        # All columns at once: a row of the send buffer is whole tiles, which part of one would be merged into.
+        value = r["y"][rows, :]
+        if spec.quantized and not spec.block_scales:
+            value = value * r["s2v"][visit_slot]
+        if spec.has_bias:
+            value = value + r["b2v"][visit_slot]
+        if shrunk is not None:
+            b = r["lb2"][...]
+            value = value + _dot(shrunk, jnp.concatenate([b, b], axis=0))
+        if spec.fp8_wire:
+            r["y"][rows, :] = value
+            scale = fp8_scale(jnp.max(jnp.abs(value), axis=1, keepdims=True))
+            r["st_scale"][q] = jnp.broadcast_to(scale, (stage, LANES)).reshape(stage, 1, LANES)
+            value = cast_rows(r["y"][rows, :], 1.0 / scale)
+        else:
+            value = value.astype(jnp.bfloat16)
+        r["st"][q] = value.reshape(stage, spec.hidden // LANES, LANES)
 
     def push_runs(self, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
         """Send the next `length` sorted rows, from `first` on, to their owners: a run for each cell.

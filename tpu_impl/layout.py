@@ -4,9 +4,10 @@
 FP8 bits are moved, never requantised. H is padded to a multiple of 256 and I to a multiple of the tile width with
 zeros, which add nothing to any dot product (a padded hidden column is act(0) * 0 = 0).
 
-    w13  [E, nf, H, 2 bf]   gate columns of the tile, then its up columns      s13  [E, nf, 1 | H/128, 2 bf]
-    w2   [E, nf, bf, H]                                                        s2   [E, 1, H] | [E, nf, bf/128, H]
+    w13  [E, nf, H, 2 bf]   gate columns of the tile, then its up columns      s13  [E, nf, 1, 2 bf]
+    w2   [E, nf, bf, H]                                                        s2   [E, 1, H]
     b13  [E, nf, 1, 2 bf]                                                      b2   [E, 1, H]
+    block scales, G of H rounded up to whole lanes:  s13 [E, nf, 2 bf/128, G]  s2   [E, nf, bf/128, G]
     a13  [L, E|1, 2, r, H]   lora_b13 [L, E, nf, r, 2 bf]   a2 [L, E, nf, r, bf]   lora_b2 [L, E|1, r, H]
 
 A keeps its rows on sublanes (one dot against its transpose shrinks); B is stored transposed, because a row of r
@@ -101,16 +102,12 @@ def lay_out_scales(weights: MoEWeights, *, bf: int, experts: int | None = None) 
 def _block_scales(
     weights: MoEWeights, halves: int, hidden: int, inter: int, bf: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Block scales with the output dimension spread over lanes, which is how a dot's result is scaled."""
+    """Block scales, those of H's blocks in the lanes of a row."""
     assert weights.w13_scale is not None and weights.w2_scale is not None
-    experts, tiles = weights.num_experts, inter // bf
-    s13 = np.repeat(weights.w13_scale.reshape(experts, halves, -1, weights.w13_scale.shape[-1]), LANES, axis=2)
-    s13 = s13[:, :, : weights.intermediate_size].reshape(experts, -1, s13.shape[-1])
-    s13 = _pad(_pad_halves(s13, halves, inter), 2, hidden // LANES)
-    s13 = np.swapaxes(_tile_rows(s13, halves, bf), 2, 3)
-    s2 = np.repeat(weights.w2_scale, LANES, axis=1)[:, : weights.hidden_dim]
-    s2 = np.swapaxes(_pad(_pad(s2, 1, hidden), 2, inter // LANES), 1, 2)
-    return s13, s2.reshape(experts, tiles, bf // LANES, hidden)
+    experts, lanes = weights.num_experts, round_up(hidden // LANES, LANES)
+    s13 = _pad(_pad_halves(weights.w13_scale, halves, inter // LANES), 2, lanes)
+    s2 = np.swapaxes(_pad(_pad(weights.w2_scale, 1, lanes), 2, inter // LANES), 1, 2)
+    return _tile_rows(s13, halves, bf // LANES), s2.reshape(experts, inter // bf, bf // LANES, lanes)
 
 
 def activation_scales(weights: MoEWeights) -> np.ndarray:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 ROW_BLOCK = 32
 """Rows staged at a time; the sublane tile of 8-bit data."""
 LANES = 128
+SUBLANES = 8
 BF16_SUBLANES = 16
 
 KERNEL_RECIPES = ("w8a8", "w8a16", "bf16")
@@ -90,8 +91,8 @@ class Blocks:
             raise ValueError(f"rows: got {self.rows}, want a positive multiple of {ROW_BLOCK}")
         if not self.rungs or list(self.rungs) != sorted(set(self.rungs)) or self.rungs[-1] != self.rows:
             raise ValueError(f"rungs: got {self.rungs}, want ascending heights ending in rows={self.rows}")
-        if any(r < ROW_BLOCK or r % ROW_BLOCK for r in self.rungs):
-            raise ValueError(f"rungs: got {self.rungs}, want multiples of {ROW_BLOCK}")
+        if any(r < SUBLANES or r % SUBLANES for r in self.rungs):
+            raise ValueError(f"rungs: got {self.rungs}, want multiples of {SUBLANES}")
         if self.nbuf < 2:
             raise ValueError(f"nbuf: got {self.nbuf}, want at least 2")
         if self.xbuf not in (1, 2):
@@ -290,13 +291,20 @@ class KernelSpec:
         return 5 + 3 * self.blocks.pairs
 
     @property
-    def scale_groups13(self) -> int:
-        """Rows of w13's scale tile: one a 128-block of H with block scales."""
-        return self.hidden // LANES if self.block_scales else 1
+    def scale_lanes(self) -> int:
+        """Lanes of a row of block scales: one a 128-block of H."""
+        return round_up(self.hidden // LANES, LANES)
 
     @property
-    def scale_groups2(self) -> int:
-        return self.blocks.bf // LANES if self.block_scales else 1
+    def scale13_shape(self) -> tuple[int, int]:
+        """Scales of a w13 tile: a column's each, or a row of blocks of H for 128 columns each."""
+        columns = self.halves * self.blocks.bf
+        return (columns // LANES, self.scale_lanes) if self.block_scales else (1, columns)
+
+    @property
+    def scale2_shape(self) -> tuple[int, int]:
+        """Scales of w2: an expert's columns' each, or of a tile a row of blocks of H for 128 of its rows each."""
+        return (self.blocks.bf // LANES, self.scale_lanes) if self.block_scales else (1, self.hidden)
 
     @property
     def table(self) -> TableLayout:
@@ -353,14 +361,11 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
     if spec.fp8_wire:
         out.append(Buffer("st_scale", "vmem", (2, b.stage, 1, LANES), "float32"))
     if spec.quantized:
-        out.append(Buffer("s13v", "vmem", (b.nbuf, spec.scale_groups13, spec.halves * bf), "float32"))
-        if spec.block_scales:
-            out.append(Buffer("s2v", "vmem", (b.nbuf, spec.scale_groups2, h), "float32"))
-        else:
-            out.append(Buffer("s2v", "vmem", (2, 1, h), "float32"))
+        space = "smem" if spec.block_scales else "vmem"
+        out.append(Buffer("s13v", space, (b.nbuf, *spec.scale13_shape), "float32"))
+        out.append(Buffer("s2v", space, (b.nbuf if spec.block_scales else 2, *spec.scale2_shape), "float32"))
     if spec.dispatch == "ag_fp8" or (spec.recipe == "w8a8" and not spec.static_scales):
-        groups = spec.hidden // LANES if spec.block_scales and spec.recipe == "w8a8" else 1
-        out.append(Buffer("sx", "vmem", (rows, round_up(groups, LANES)), "float32"))
+        out.append(Buffer("sx", "vmem", (rows, spec.scale_lanes if spec.block_scales else LANES), "float32"))
     if spec.has_bias:
         out += [
             Buffer("b13v", "vmem", (b.nbuf, 1, spec.halves * bf), "float32"),

@@ -21,13 +21,14 @@ from jax.sharding import Mesh  # noqa: E402
 from isomoe.common.config import FusedMoEConfig  # noqa: E402
 from isomoe.common.executors import make_call  # noqa: E402
 from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2  # noqa: E402
-from isomoe.common.numerics import BF16  # noqa: E402
+from isomoe.common.numerics import BF16, quantize_fp8  # noqa: E402
 from isomoe.common.recipes import Recipe, default_recipe  # noqa: E402
 from isomoe.common.reference import reference_moe, truth  # noqa: E402
 from isomoe.common.weights import LoRAAdapter, quantize_moe_weights  # noqa: E402
 from isomoe.tests.matrix import Case, Shape, build  # noqa: E402
 from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan, presum  # noqa: E402
 from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor  # noqa: E402
+from isomoe.tpu_impl.pack_kernel import pack_kernel  # noqa: E402
 from isomoe.tpu_impl.spec import ABLATIONS, STAGES, Blocks, LoRASpec  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
@@ -321,6 +322,20 @@ def test_rows_quantised_at_their_source() -> None:
     assert bitwise_equal(check(Layer(case, dispatch="ag_fp8")), Layer(case).run())
     with pytest.raises(ValueError, match="dispatch: got 'ag_fp8' with recipe='bf16'"):
         Layer(replace(case, scheme="bf16", recipe="bf16"), dispatch="ag_fp8").run()
+
+
+@pytest.mark.parametrize("tokens", [5, 150])
+def test_packed_rows(tokens: int) -> None:
+    """Codes and scales are the host quantiser's, rows beyond the last block's end included."""
+    x = (np.random.default_rng(5).standard_normal((tokens, 1536)) * 3).astype(BF16)
+    x[1] = 0
+    words, scales = pack_kernel(
+        jnp.asarray(x), (3, 1, 128), vmem_limit_bytes=1 << 26, interpret=InterpretSettings().params()
+    )
+    codes, want = quantize_fp8(x.astype(np.float32), "token")
+    packed = np.asarray(words).reshape(tokens, -1, 1).view(np.uint8).transpose(0, 2, 1).reshape(tokens, -1)
+    assert np.array_equal(packed, codes.view(np.uint8))
+    assert np.array_equal(np.asarray(scales), want.ravel())
 
 
 @pytest.mark.parametrize("transport", ["push_fp8", slow("push_bf16"), "presum_fp8"])

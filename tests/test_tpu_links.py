@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from isomoe.tpu_impl.generations import GENERATIONS, generation
 from isomoe.tpu_impl.links import Fabric, Traffic, dispatch_us, share_reached, transport_us
 from isomoe.tpu_impl.spec import DISPATCHES, TRANSPORTS
 from isomoe.tpu_impl.time_model import roofline, row_distribution
-from isomoe.tpu_impl.wires import AUTO, candidates, resolve_wires
+from isomoe.tpu_impl.wires import AUTO, candidates, codes_at_source, resolve_wires
 
 LARGE, SMALL = MODELS["qwen3-coder-480b"].config, MODELS["qwen3-coder-30b"].config
 # 8 devices on grids without wraparound, 100 GB/s a link one way.
@@ -123,6 +124,18 @@ def test_adapters_do_not_change_how_results_leave() -> None:
             fp8_wire=fp8,
         )
         assert lora == ("ag_bf16", base[1])
+
+
+def test_rows_are_quantised_where_they_come_from_if_bits_stay() -> None:
+    """w8a8's own codes, halving what is gathered; not with adapters, static or block scales, nor another recipe."""
+    def chosen(name: str = "v7x", ep: int = 8, scheme: str = "channel", recipe: str = "w8a8", **more: Any) -> str:
+        return codes_at_source(name, LARGE, 512, ep=ep, scheme=scheme, recipe=recipe, transport="push_bf16", **more)
+
+    assert chosen() == "ag_fp8"
+    assert chosen(recipe="w8a16") == chosen(scheme="block") == chosen(static_scales=True) == "ag_bf16"
+    assert chosen(max_loras=4, max_lora_rank=16) == "ag_bf16"
+    # No slice has three devices to model; any mesh may.
+    assert chosen(ep=3) == "ag_bf16"
 
 
 def test_what_is_asked_for_is_kept_or_refused() -> None:

@@ -5,7 +5,7 @@ A cell is one layer, batch, generation, device count and adapter load. Each is c
 and kept under the output folder, keyed by the sources that shape the program, so an interrupted run goes on where it
 stopped and a change of the model compiles nothing. Cells with adapters or block scales compile the expert kernel
 alone; what XLA runs around it is taken from the same cell without. So do cells of more than `WHOLE_TOKENS` tokens,
-because libtpu takes ten minutes for their sorts; what XLA runs around those is estimated, and the row says so.
+because libtpu takes many minutes for their sorts; what XLA runs around those is estimated, and the row says so.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from .xla_ops import Glue
 
 SCHEMES = ("channel", "block")
 WIRES = ("bf16", "fp8")
-WHOLE_TOKENS = 2048
+WHOLE_TOKENS = 8192
 # The modules whose text decides what is compiled and how its dump is read.
 _SHAPING = (
-    "combine", "combine_kernel", "ep_moe", "expert_kernel", "kernel_loops", "layout", "llo", "numerics", "plan",
-    "presum", "shipping", "spec", "xla_ops",
+    "combine", "combine_kernel", "ep_moe", "expert_kernel", "kernel_loops", "layout", "llo", "numerics", "pack_kernel",
+    "plan", "presum", "shipping", "spec", "xla_ops",
 )
 
 

@@ -27,7 +27,8 @@ from . import combine
 from .blocks import make_spec, max_tokens
 from .expert_kernel import expert_kernel
 from .generations import generation
-from .numerics import pack_fp8_rows, pack_rows
+from .numerics import pack_rows
+from .pack_kernel import pack_kernel
 from .plan import build_plan
 from .spec import Blocks, KernelSpec, LoRASpec, dma_semaphores, round_up, vmem_bytes
 
@@ -312,27 +313,23 @@ interpreted_layer = jax.jit(
 
 def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> jax.Array:
     """One device's share, inside `shard_map`."""
-    rows, scales = _pack(spec, args["x"])
+    launch: dict[str, Any] = {
+        "vmem_limit_bytes": generation(build.generation).vmem_limit_bytes, "interpret": build.interpret,
+        "bounds_checks": build.bounds_checks,
+    }
+    if spec.dispatch == "ag_fp8":
+        rows, scales = pack_kernel(args["x"], spec.row_shape, **launch)
+    else:
+        rows, scales = pack_rows(args["x"]), None
     plan = build_plan(
         spec, build.experts, args["ids"], args["weights"], args.get("slots"), args["rank"][0], scales
     )
     tables = [t for t in (plan.table, plan.scales, args.get("act_scale")) if t is not None]
-    launch: dict[str, Any] = {
-        "vmem_limit_bytes": generation(build.generation).vmem_limit_bytes, "interpret": build.interpret,
-        "bounds_checks": build.bounds_checks, "collective_id": build.collective_id,
-    }
+    launch["collective_id"] = build.collective_id
     if spec.ep > 1:
         rows = lax.all_gather(rows, spec.axis, axis=0, tiled=True)
     results = expert_kernel(spec, tables, {"x": rows, **args["tensors"]}, **launch)
     return combine.combine(spec, results, plan, args["weights"], launch)
-
-
-def _pack(spec: KernelSpec, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Rows as the kernel reads them, uint32 ``[T_local, *spec.row_shape]``; codes' scales, float32 ``[T_local]``."""
-    if spec.dispatch == "ag_bf16":
-        return pack_rows(x), None
-    words, scales = pack_fp8_rows(x)
-    return words.reshape(x.shape[0], *spec.row_shape), scales
 
 
 def place(tensors: dict[str, np.ndarray], build: EPBuild) -> dict[str, jax.Array]:

@@ -66,20 +66,8 @@ def pack_rows(x: jax.Array) -> jax.Array:
     return words.reshape(tokens, hidden // 256, 128)
 
 
-def pack_fp8_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bf16 ``[T, H]``, quantised a row, to uint32 words ``[T, H/4]`` and float32 scales ``[T]``.
-
-    Byte b of word j holds the code of column ``j + b H/4``.
-    """
-    codes, scale = quantize_rows(x.astype(jnp.float32))
-    raw = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)
-    quarter = x.shape[1] // 4
-    parts = [raw[:, b * quarter : (b + 1) * quarter] << (8 * b) for b in range(4)]
-    return parts[0] | parts[1] | parts[2] | parts[3], scale[:, 0]
-
-
 def unpack_fp8_rows(words: jax.Array) -> list[jax.Array]:
-    """uint32 ``[n, H/4]`` to the row's four quarters, e4m3 ``[n, H/4]`` each."""
+    """uint32 ``[n, H/4]`` (`pack_kernel`) to the row's four quarters, e4m3 ``[n, H/4]`` each."""
     quarters = []
     for b in range(4):
         byte = ((words >> (8 * b)) & jnp.uint32(0xFF)).astype(jnp.int32).astype(jnp.int8)

@@ -126,7 +126,6 @@ def build_plan(
     key = jnp.where(owned, topk_ids * width + slot, beyond).T.reshape(-1)
     pair = np.arange(n, dtype=np.int32).reshape(local_tokens, k).T.reshape(-1)
     begins = _count_below(key, lax.iota(jnp.int32, beyond + 1))
-    arrival = rank_pairs(key, pair, beyond).reshape(k, local_tokens).T if spec.pushes else None
 
     own = key - rank * segments
     arriving = jnp.sum((key < beyond) & ((own < 0) | (own >= segments)), dtype=jnp.int32)
@@ -137,6 +136,12 @@ def build_plan(
     if not spec.pushes:
         sent["weights"] = lax.bitcast_convert_type(topk_weights.T.reshape(-1), jnp.int32)
     got = _gather(spec, sent)
+    arrival = None
+    if spec.pushes:
+        # Only the sum needs it, so long sorts may run while rows come in; XLA would start with them if they did not
+        # have to wait for the metadata (keys are not negative: the minimum is 0).
+        ranked = key if n <= COMPARED else key + jnp.minimum(got["key"][0, :1], 0)
+        arrival = rank_pairs(ranked, pair, beyond).reshape(k, local_tokens).T
 
     here = got["key"] - rank * segments
     mine = (here >= 0) & (here < segments)

@@ -388,8 +388,9 @@ def estimate_kernel_us(gen: Generation, spec: KernelSpec, config: FusedMoEConfig
 
 
 def estimate_glue(spec: KernelSpec) -> Glue:
-    """What XLA runs around the kernels, without having compiled it: `USUAL`, and the rows that are gathered."""
-    cycles = round(USUAL.cycles + spec.tokens * (GATHERED_ROW + GATHERED_COLUMN * spec.hidden))
+    """What XLA runs around the kernels, without having compiled it: `USUAL`, pairs and packed rows."""
+    packing = 0 if spec.dispatch == "ag_fp8" else spec.tokens // spec.ep * PACKED_COLUMN * spec.hidden
+    cycles = round(USUAL.cycles + PLANNED_PAIR * spec.capacity + packing)
     return Glue(cycles, USUAL.launches, USUAL.compiler_cycles, USUAL.collectives if spec.ep > 1 else 0, ())
 
 
@@ -405,10 +406,10 @@ def estimate_time(
     )
 
 
-USUAL = Glue(1_100, 43, 95_000, 2, ())
-GATHERED_ROW, GATHERED_COLUMN = 5.9, 0.001
-"""What compiled layers have around their kernels (v7x, 64 and 512 tokens of both Qwen3-Coder shapes), and cycles of a
-row that comes in through it."""
+USUAL = Glue(1_000, 37, 80_000, 2, ())
+PLANNED_PAIR, PACKED_COLUMN = 0.78, 0.0045
+"""What compiled layers have around their kernels (v7x, 512 to 8192 tokens of both Qwen3-Coder shapes): cycles for each
+pair of all devices, and for each column of a bf16 row that XLA packs. What of it runs beside the gather is left out."""
 
 PACKED, UNPACKED = 6.3, 2.9
 """Bundles for 1024 elements of a row rounded to e4m3 and back where that is not native (v6e, H 6144)."""

@@ -69,7 +69,7 @@ def test_schedule_and_model() -> None:
             max(model.kernel, model.transport) if report.transport.startswith("push")
             else model.kernel + model.transport
         )
-        assert model.total == pytest.approx(links + model.fixed)
+        assert model.total == pytest.approx(links + model.fixed - model.beside)
         assert min(model.plan, model.launches, model.latency) > 0
 
 

@@ -44,11 +44,27 @@ WIRES: dict[str, dict[str, str]] = {
 }
 
 
-def _races_found() -> bool:
+_DETECTORS: list[Any] = []
+"""Race detectors of the kernels that a test has run: each has its own, of which jax keeps the last."""
+
+
+@pytest.fixture(autouse=True)
+def _keep_detectors(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    assert interpret_pallas_call.races is not None, "the race detector did not run"
-    return bool(interpret_pallas_call.races.races_found)
+    real = interpret_pallas_call.RaceDetectionState
+
+    def kept(**options: Any) -> Any:
+        _DETECTORS.append(real(**options))
+        return _DETECTORS[-1]
+
+    _DETECTORS.clear()
+    monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", kept)
+
+
+def _races_found() -> bool:
+    assert _DETECTORS, "the race detector did not run"
+    return any(detector.races_found for detector in _DETECTORS)
 
 
 class Layer:
@@ -417,7 +433,7 @@ def test_unused_slots_may_hold_anything() -> None:
     clean = layer.run()
     poisoned = dict(layer.tensors)
     for name in layer.adapter_operands:
-        poisoned[name] = layer.tensors[name].at[3:].set(jnp.nan)
+        poisoned[name] = layer.tensors[name].at[3:].set(0x7FC07FC0)  # two NaN
     assert bitwise_equal(layer.run(tensors=poisoned), clean)
 
 
@@ -556,16 +572,19 @@ def test_the_plan_says_where_segments_and_rows_are(tokens: int) -> None:
     got = plan.build_plan(
         spec, 8, jnp.asarray(ids), jnp.asarray(layer.inputs.topk_weights), slots, jnp.int32(0)
     )
-    table, t, width = np.asarray(got.table), spec.table, layer.num_slots + 1
-    slot = np.where(np.asarray(slots) < 0, layer.num_slots, np.asarray(slots))[:, None]
-    key = np.where(ids < 0, spec.segments, ids * width + slot).ravel()
+    table, t = np.asarray(got.table), spec.table
+    key = np.where(ids < 0, spec.segments, ids).ravel()
     order, begins = np.argsort(key, kind="stable"), np.searchsorted(np.sort(key), np.arange(spec.segments + 1))
-    routed = 2 * tokens - 1
+    routed = int(begins[-1])
     assert table[: t.cells].tolist() == [0, 0]
     # One owner: its cells are the segments, and rows arrive in the order they are computed in.
     assert table[t.cells : t.arrivals].tolist() == begins.tolist()
     assert table[t.arrivals : t.rows].tolist() == begins.tolist()
     assert table[t.rows : t.rows + routed].tolist() == (order[:routed] // 2).tolist()
+    assert slots is not None and table[t.slots : t.present].tolist() == np.asarray(slots).tolist()
+    for expert, present in enumerate(table[t.present :]):
+        used = {int(s) for s in np.asarray(slots)[(ids == expert).any(axis=1)] if s >= 0}
+        assert used == {s for s in range(32) if present >> s & 1}
     assert np.asarray(got.order).tolist() == order.tolist()
     assert np.asarray(got.arrival).ravel()[order].tolist() == list(range(2 * tokens))
     assert np.asarray(got.mine).tolist() == (key < spec.segments).tolist()
@@ -641,7 +660,7 @@ def test_executor_declares_the_tile_it_quantises_by() -> None:
 def test_stages_can_be_left_out(ablate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out does not start, the rest neither hangs nor leaves a copy unwaited; parity is refused."""
     traced: set[str] = set()
-    stages = {"start_gather": "gather", "start_weights": "weights", "each_pair": "adapters", "tile": "dots",
+    stages = {"start_gather": "gather", "start_weights": "weights", "start_pairs": "adapters", "tile": "dots",
               "ship": "ship"}  # fmt: skip
 
     def noting(name: str) -> Any:

@@ -257,12 +257,12 @@ def operand_shapes(build: EPBuild) -> dict[str, tuple[tuple[int, ...], Any]]:
     if s.has_bias:
         out |= {"b13": ((e, nf, 1, n * bf), jnp.float32), "b2": ((e, 1, h), jnp.float32)}
     if s.lora:
-        slots, r = s.lora.slots, s.lora.rank
+        slots, r = s.lora.slots, s.lora.words
         out |= {
-            "a13": ((slots, 1 if s.lora.shared_a13 else e, n, r, h), jnp.bfloat16),
-            "lora_b13": ((slots, e, nf, r, n * bf), jnp.bfloat16),
-            "a2": ((slots, e, nf, r, bf), jnp.bfloat16),
-            "lora_b2": ((slots, 1 if s.lora.shared_b2 else e, r, h), jnp.bfloat16),
+            "a13": ((slots, 1 if s.lora.shared_a13 else e, n, r, h), jnp.int32),
+            "lora_b13": ((slots, e, nf, r, n * bf), jnp.int32),
+            "a2": ((slots, e, nf, r, bf), jnp.int32),
+            "lora_b2": ((slots, 1 if s.lora.shared_b2 else e, r, h), jnp.int32),
         }
     return out
 

@@ -21,6 +21,7 @@ order for what follows (`rs_bf16`, `presum_fp8`).
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .numerics import apply_activation, cast_rows, fp8_scale, quantize_rows, split_bf16, unpack_fp8_rows, unpack_rows
 from .shipping import DTYPES, Shipping, allocate
-from .spec import LANES, ROW_BLOCK, TRANSPORTS, KernelSpec, operands, results, scratch
+from .spec import LANES, PAIR_BLOCK, ROW_BLOCK, RUN_BLOCK, TRANSPORTS, KernelSpec, operands, results, scratch
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
 N_CHUNK = 1024
@@ -65,7 +66,6 @@ class _Kernel:
         self.table = spec.table
         self.rank = refs["tab"][0]
         self.visits = self.list_visits()
-        refs["cursor"][0] = 0
         # Send buffers and the results they go to.
         self.shipping = Shipping(refs, spec.axis, spec.ep, list(zip(("st", "st_scale"), results(spec), strict=False)))
 
@@ -86,53 +86,40 @@ class _Kernel:
         each part into panels.
         """
         spec, b, width = self.spec, self.blocks, self.spec.visit_width
-        slots = spec.lora.slots if spec.lora else 0
 
         def group(g: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            expert, slot = lax.div(g, spec.groups), lax.rem(g, spec.groups) * b.pairs
-            base = expert * (slots + 1)
-            beyond = jnp.where(lax.rem(g, spec.groups) == spec.groups - 1, slots + 1, slot + b.pairs)
-            start, end = self.segment(base + slot), self.segment(base + beyond)
+            start, end = self.segment(g), self.segment(g + 1)
 
             def panel(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 v, chunk = carry
                 first = start + i * b.rows
                 count = jnp.minimum(end - first, b.rows)
-                pairs = self.list_pairs(v * width + 5, base, slot, first, count)
-                for field, value in enumerate((expert, first, count, chunk, pairs)):
+                for field, value in enumerate((g, first, count, chunk)):
                     self.r["visits"][v * width + field] = value
+                self.list_pairs(v * width + 4, lax.div(g, spec.groups), lax.rem(g, spec.groups) * b.pairs)
                 return v + 1, chunk + lax.div(count + (b.stage - 1), b.stage)
 
             return lax.fori_loop(0, lax.div(end - start + (b.rows - 1), b.rows), panel, carry)
 
         zero = jnp.int32(0)
-        return lax.fori_loop(0, spec.experts * spec.groups, group, (zero, zero))[0]
+        return lax.fori_loop(0, spec.segments, group, (zero, zero))[0]
 
-    def list_pairs(
-        self, at: jax.Array, base: jax.Array, slot: jax.Array, first: jax.Array, count: jax.Array
-    ) -> jax.Array:
-        """Write slot, first row and end row of each adapter from `slot` on that has rows in a visit; returns how many.
-
-        `base`: the segment of the expert's first adapter.
-        """
+    def list_pairs(self, at: jax.Array, expert: jax.Array, slot: jax.Array) -> None:
+        """Write how many adapters of a group, from `slot` on, have rows of an expert, then their slots."""
         if self.spec.lora is None:
-            return jnp.int32(0)
-        slots, visits = self.spec.lora.slots, self.r["visits"]
-
-        def one(i: jax.Array, found: jax.Array) -> jax.Array:
-            low = jnp.maximum(self.segment(base + slot + i) - first, 0)
-            high = jnp.minimum(self.segment(base + slot + i + 1) - first, count)
-            for field, value in enumerate((slot + i, low, high)):
-                visits[at + 3 * found + field] = value  # the next one overwrites it where it has no rows
-            return found + jnp.where(high > low, 1, 0)
-
-        return lax.fori_loop(0, jnp.minimum(self.blocks.pairs, slots - slot), one, jnp.int32(0))
+            return
+        found = jnp.int32(0)
+        for i in range(self.blocks.pairs):
+            word = self.table.present + expert * self.spec.present_words + lax.div(slot + i, 32)
+            self.r["visits"][at + 1 + found] = slot + i  # the next one overwrites it where it has no rows
+            found += lax.shift_right_logical(self.r["tab"][word], lax.rem(slot + i, 32)) & 1
+        self.r["visits"][at] = found
 
     def visit(self, v: jax.Array, field: jax.Array | int) -> jax.Array:
         return self.r["visits"][v * self.spec.visit_width + field]
 
     def expert(self, v: jax.Array) -> jax.Array:
-        return self.visit(v, 0)
+        return lax.div(self.visit(v, 0), self.spec.groups)
 
     def first_row(self, v: jax.Array) -> jax.Array:
         return self.visit(v, 1)
@@ -143,9 +130,11 @@ class _Kernel:
     def row_blocks(self, v: jax.Array) -> jax.Array:
         return lax.div(self.row_count(v) + (ROW_BLOCK - 1), ROW_BLOCK)
 
-    def pair(self, v: jax.Array, i: jax.Array | int, field: int) -> jax.Array:
-        """Field of the visit's i-th pair: 0 slot, 1 first row, 2 end row."""
-        return self.visit(v, 5 + 3 * i + field)
+    def pair_count(self, v: jax.Array) -> jax.Array:
+        return self.visit(v, 4)
+
+    def pair_slot(self, v: jax.Array, i: jax.Array | int) -> jax.Array:
+        return self.visit(v, 5 + i)
 
     # -- rows -------------------------------------------------------------------------------------------------
 
@@ -174,6 +163,12 @@ class _Kernel:
         spec, r = self.spec, self.r
         p = lax.rem(v, self.blocks.xbuf)
         half = spec.hidden // 2
+        base = self.table.rows + self.first_row(v)
+
+        def slot(i: jax.Array, j: jax.Array | int) -> None:
+            row = i * ROW_BLOCK + j
+            value = r["tab"][self.table.slots + r["tab"][base + row]]
+            r["row_slot"][pl.ds(row, 1), :] = jnp.full((1, LANES), value, jnp.int32)
 
         def block(i: jax.Array, _: None) -> None:
             rows = pl.ds(pl.multiple_of(i * ROW_BLOCK, ROW_BLOCK), ROW_BLOCK)
@@ -182,6 +177,8 @@ class _Kernel:
             if spec.dispatch == "ag_fp8":
                 self.unpack_block(v, i, rows)
                 return
+            if spec.lora:
+                self.each_row(functools.partial(slot, i))
             halves = unpack_rows(r["xg"][p, i].reshape(ROW_BLOCK, half))
             kept = r["xb"] if "xb" in r else (r["xs"] if spec.recipe != "w8a8" else None)
             if kept is not None:
@@ -291,7 +288,7 @@ class _Kernel:
         pieces = [self.hidden_columns(rows, f, slot, c, w) for c, w in _chunks(self.blocks.bf, G_CHUNK)]
         h = jnp.concatenate(pieces, axis=1)
         if self.spec.lora:
-            self.r["us"][rows, :] += _dot_nt(h, self.r["la2"][f])
+            self.r["us"][rows, :] += _dot_nt(h, self.stack("la2", f))
         self.down(rows, h, slot)
 
     def hidden_columns(self, rows: slice, f: jax.Array, slot: jax.Array, first: int, width: int) -> jax.Array:
@@ -303,10 +300,10 @@ class _Kernel:
         if spec.has_bias:
             g = [x + r["b13v"][slot, :, c] for x, c in zip(g, parts, strict=True)]
         if spec.lora:
-            a = 2 * spec.lanes
+            a = spec.lanes
             for j, c in enumerate(parts):
-                b = r["lb13"][f, :, c]
-                g[j] = g[j] + _dot(r["vs"][rows, j * a : (j + 1) * a], jnp.concatenate([b, b], axis=0))
+                shrunk = [r["vs"][i, rows, j * a : (j + 1) * a] for i in range(2)]
+                g[j] = g[j] + self.expand(shrunk, self.stack("lb13", f, columns=c))
         return apply_activation(spec.activation, g[0], g[1] if spec.gated else None).astype(jnp.bfloat16)
 
     def gate_up(self, rows: slice, slot: jax.Array, parts: list[slice]) -> list[jax.Array]:
@@ -345,7 +342,8 @@ class _Kernel:
         for first, width in _chunks(bf, BLOCK_G_CHUNK):
             h = self.hidden_columns(rows, f, slot, first, width)
             if spec.lora:
-                r["us"][rows, :] += _dot_nt(h, r["la2"][f, :, first : first + width])
+                a2 = self.stack("la2", f, columns=slice(first, first + width))
+                r["us"][rows, :] += _dot_nt(h, a2)
             for k in range(0, width, LANES):
                 part = h[:, k : k + LANES]
                 groups.append(quantize_rows(part.astype(jnp.float32)) if spec.recipe == "w8a8" else (part, None))
@@ -392,65 +390,82 @@ class _Kernel:
         spec, r = self.spec, self.r
         lora = spec.lora
         assert lora is not None
-        e, slot = self.expert(v), self.pair(v, i, 0)
-        lanes = pl.ds(pl.multiple_of(i * lora.rank, lora.rank), lora.rank)
-        sem = r["lora_sem"].at[stage]
+        e, slot, sem = self.expert(v), self.pair_slot(v, i), r["lora_sem"].at[stage]
         if stage == 0:
-            src = r["a13"].at[slot, 0 if lora.shared_a13 else e]
-            return [pltpu.make_async_copy(src, r["la13"].at[:, lanes], sem)]
+            return [pltpu.make_async_copy(r["a13"].at[slot, 0 if lora.shared_a13 else e], r["la13"].at[i], sem)]
         if stage == 1:
             return [
-                pltpu.make_async_copy(r["lora_b13"].at[slot, e], r["lb13"].at[:, lanes], sem),
-                pltpu.make_async_copy(r["a2"].at[slot, e], r["la2"].at[:, lanes], sem),
+                pltpu.make_async_copy(r["lora_b13"].at[slot, e], r["lb13"].at[i], sem),
+                pltpu.make_async_copy(r["a2"].at[slot, e], r["la2"].at[i], sem),
             ]
-        src = r["lora_b2"].at[slot, 0 if lora.shared_b2 else e]
-        return [pltpu.make_async_copy(src, r["lb2"].at[lanes], sem)]
+        return [pltpu.make_async_copy(r["lora_b2"].at[slot, 0 if lora.shared_b2 else e], r["lb2"].at[i], sem)]
 
-    def each_pair(self, v: jax.Array, stage: int, action: str) -> None:
-        def one(i: jax.Array, _: None) -> None:
+    def start_pairs(self, v: jax.Array, stage: int) -> None:
+        n = self.pair_count(v)
+
+        def start(i: jax.Array) -> None:
             for copy in self.lora_copies(v, i, stage):
-                getattr(copy, action)()
+                copy.start()
 
-        lax.fori_loop(0, self.visit(v, 4), one, None)
+        self.in_blocks(n, PAIR_BLOCK, lambda i: pl.when(i < n)(functools.partial(start, i)))
+
+    def wait_pairs(self, v: jax.Array, stage: int) -> None:
+        """Wait for all pairs' copies of one stage: for their bytes."""
+        r, n = self.r, self.pair_count(v)
+        got = (
+            [r["la13"].at[pl.ds(0, n)]],
+            [r["lb13"].at[pl.ds(0, n)], r["la2"].at[pl.ds(0, n)]],
+            [r["lb2"].at[pl.ds(0, n)]],
+        )[stage]
+
+        @pl.when(n > 0)
+        def _() -> None:
+            for part in got:
+                pltpu.make_async_copy(part, part, r["lora_sem"].at[stage]).wait()
 
     def clear_adapters(self) -> None:
         """Zero the stack once, so that lanes no pair fills stay finite."""
-        r, spec = self.r, self.spec
 
-        def strip(i: jax.Array, _: None) -> None:
-            lanes = pl.ds(pl.multiple_of(i * 16, 16), 16)
-            for name in ("la13", "lb13", "la2"):
-                for j in range(r[name].shape[0]):
-                    r[name][j, lanes, :] = jnp.zeros((16, r[name].shape[2]), jnp.bfloat16)
-            r["lb2"][lanes, :] = jnp.zeros((16, spec.hidden), jnp.bfloat16)
+        def pair(i: jax.Array, _: None) -> None:
+            for name in ("la13", "lb13", "la2", "lb2"):
+                self.r[name][i] = jnp.zeros(self.r[name].shape[1:], jnp.int32)
 
-        lax.fori_loop(0, spec.lanes // 16, strip, None)
+        lax.fori_loop(0, self.spec.stacked, pair, None)
 
-    def row_mask(self, v: jax.Array, first: jax.Array | int, height: int) -> jax.Array:
-        """bool ``[height, lanes]``: whether a lane belongs to the adapter of row ``first + i``."""
+    def row_mask(self, v: jax.Array, rows: Any) -> jax.Array:
+        """bool ``[rows, lanes]``: whether a lane belongs to the adapter of a row."""
         spec = self.spec
         assert spec.lora is not None
         # lax.div, as `//` would make the lowering ask which TPU this is.
-        owner = lax.div(lax.broadcasted_iota(jnp.int32, (1, spec.lanes), 1), spec.lora.rank)
-        low = jnp.zeros((1, spec.lanes), jnp.int32)
-        high = jnp.zeros((1, spec.lanes), jnp.int32)
+        place = lax.div(lax.broadcasted_iota(jnp.int32, (1, spec.lanes), 1), spec.lora.rank)
+        slot = jnp.full((1, spec.lanes), -2, jnp.int32)
         for i in range(self.blocks.pairs):
-            live = (owner == i) & (i < self.visit(v, 4))
-            low = jnp.where(live, self.pair(v, i, 1), low)
-            high = jnp.where(live, self.pair(v, i, 2), high)
-        row = lax.broadcasted_iota(jnp.int32, (height, 1), 0) + first
-        return (row >= low) & (row < high)
+            slot = jnp.where((place == i) & (i < self.pair_count(v)), self.pair_slot(v, i), slot)
+        own = self.r["row_slot"][rows, :]
+        parts = [own == slot[:, n : n + w] for n, w in _chunks(spec.lanes, LANES)]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def stack(self, name: str, *part: Any, columns: slice = slice(None)) -> jax.Array:
+        """A part of the stack as bf16 ``[lanes, columns]``."""
+        words = self.r[name][(slice(None), *part, slice(None), columns)]
+        return pltpu.bitcast(words.reshape(self.spec.lanes // 2, words.shape[-1]), jnp.bfloat16)
+
+    def expand(self, shrunk: Any, b: jax.Array) -> jax.Array:
+        """float32 ``[rows, columns]`` of both terms of a shrunk input: one below the other, B is loaded once."""
+        out = _dot(jnp.concatenate(list(shrunk), axis=0), b)
+        return out[: out.shape[0] // 2] + out[out.shape[0] // 2 :]
 
     def shrink(self, height: int, v: jax.Array) -> None:
         spec, r = self.spec, self.r
         a = spec.lanes
         source = r["xb"] if "xb" in r else r["xs"]
-        mask = self.row_mask(v, 0, height)
+        mask = self.row_mask(v, slice(0, height))
+        both = jnp.concatenate([self.stack("la13", j) for j in range(spec.halves)], axis=0)
+        shrunk = _dot_nt(source[0:height, :], both)
         for j in range(spec.halves):
-            shrunk = jnp.where(mask, _dot_nt(source[0:height, :], r["la13"][j]), 0.0)
-            high, low = split_bf16(shrunk)
-            r["vs"][0:height, 2 * j * a : (2 * j + 1) * a] = high
-            r["vs"][0:height, (2 * j + 1) * a : 2 * (j + 1) * a] = low
+            columns = slice(j * a, (j + 1) * a)
+            for i, part in enumerate(split_bf16(jnp.where(mask, shrunk[:, columns], 0.0))):
+                r["vs"][i, 0:height, columns] = part
         r["us"][0:height, :] = jnp.zeros((height, a), jnp.float32)
 
     # -- results ----------------------------------------------------------------------------------------------
@@ -461,8 +476,8 @@ class _Kernel:
         rows = pl.ds(pl.multiple_of(first, stage), stage)
         shrunk = None
         if spec.lora:
-            mask = self.row_mask(v, first, stage)
-            shrunk = jnp.concatenate(split_bf16(jnp.where(mask, r["us"][rows, :], 0.0)), axis=1)
+            mask = self.row_mask(v, rows)
+            shrunk = split_bf16(jnp.where(mask, r["us"][rows, :], 0.0))
         visit_slot = lax.rem(v, 2)
         # All columns at once: a row of the send buffer is whole tiles, which part of one would be merged into.
         value = r["y"][rows, :]
@@ -471,8 +486,7 @@ class _Kernel:
         if spec.has_bias:
             value = value + r["b2v"][visit_slot]
         if shrunk is not None:
-            b = r["lb2"][...]
-            value = value + _dot(shrunk, jnp.concatenate([b, b], axis=0))
+            value = value + self.expand(shrunk, self.stack("lb2"))
         if spec.fp8_wire:
             r["y"][rows, :] = value
             scale = fp8_scale(jnp.max(jnp.abs(value), axis=1, keepdims=True))
@@ -482,28 +496,38 @@ class _Kernel:
             value = value.astype(jnp.bfloat16)
         r["st"][q] = value.reshape(stage, spec.hidden // LANES, LANES)
 
-    def push_runs(self, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
-        """Send the next `length` sorted rows, from `first` on, to their owners: a run for each cell.
+    def push_runs(self, segment: jax.Array, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
+        """Send `length` sorted rows of a segment, from `first` on, to their owners, a run for each."""
+        cells, arrivals = (at + segment * self.spec.ep for at in (self.table.cells, self.table.arrivals))
+        tab, last = self.r["tab"], first + length
 
-        The cursor stays at the cell of the last row sent, so cells without rows are passed once a call.
+        def rows_of(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
+            row = jnp.maximum(tab[cells + owner], first)
+            return row, jnp.minimum(tab[cells + owner + 1], last) - row
+
+        def run(owner: jax.Array) -> None:
+            row, rows = rows_of(owner)
+            dest = tab[arrivals + owner] + row - tab[cells + owner]
+            self.shipping.send(q, row - first, rows, owner, owner == self.rank, dest)
+
+        self.in_blocks(jnp.int32(self.spec.ep), math.gcd(self.spec.ep, RUN_BLOCK), run)
+        kept = jnp.maximum(rows_of(self.rank)[1], 0)
+        self.shipping.note(q, kept, length - kept)
+
+    def in_blocks(self, count: jax.Array, block: int, body: Any) -> None:
+        """Run ``body(i)`` for i below `count` rounded up to a multiple of `block`, so many unrolled.
+
+        Unrolled, the loads of one hide those of another; in the interpreter that would only grow the program.
         """
-        last, tab = first + length, self.r["tab"]
+        if self.interpreted:
+            lax.fori_loop(0, lax.div(count + (block - 1), block) * block, lambda i, _: body(i), None)
+            return
 
-        def run(carry: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-            row, c, kept, sent = carry
-            c = lax.while_loop(lambda c: self.cell(c + 1) <= row, lambda c: c + 1, c)
-            rows = jnp.minimum(self.cell(c + 1), last) - row
-            owner = lax.rem(c, self.spec.ep)
-            dest = tab[self.table.arrivals + c] + row - self.cell(c)
-            more = self.shipping.send(q, row - first, rows, owner, owner == self.rank, dest)
-            return row + rows, c, kept + more[0], sent + more[1]
+        def some(i: jax.Array, _: None) -> None:
+            for j in range(block):
+                body(i * block + j)
 
-        zero = jnp.int32(0)
-        _, cursor, kept, sent = lax.while_loop(
-            lambda carry: carry[0] < last, run, (first, self.r["cursor"][0], zero, zero)
-        )
-        self.r["cursor"][0] = cursor
-        self.shipping.note(q, kept, sent)
+        lax.fori_loop(0, lax.div(count + (block - 1), block), some, None)
 
     def ship(self, v: jax.Array) -> None:
         r, stage = self.r, self.blocks.stage
@@ -516,7 +540,7 @@ class _Kernel:
             self.result_chunk(v, first, q)
             length = jnp.minimum(stage, count - first)
             if self.spec.pushes:
-                self.push_runs(first_row + first, length, q)
+                self.push_runs(self.visit(v, 0), first_row + first, length, q)
             else:
                 pltpu.make_async_copy(
                     r["st"].at[q, pl.ds(0, length)], r["o"].at[pl.ds(first_row + first, length)], r["out_sem"].at[q]
@@ -544,8 +568,8 @@ class _Kernel:
             if spec.does("weights"):
                 self.visit_weights(first, "start")
             if spec.lora and spec.does("adapters"):
-                self.each_pair(first, 0, "start")
-                self.each_pair(first, 1, "start")
+                self.start_pairs(first, 0)
+                self.start_pairs(first, 1)
 
         self.shipping.enter()
 
@@ -574,13 +598,13 @@ class _Kernel:
             if self.blocks.xbuf == 1:
                 ahead(self.start_gather)
         if pairs:
-            self.each_pair(v, 2, "start")
-            self.each_pair(v, 0, "wait")
+            self.start_pairs(v, 2)
+            self.wait_pairs(v, 0)
         if spec.lora and dots:
             self.by_height(v, functools.partial(self.shrink, v=v))
         if pairs:
-            ahead(self.each_pair, 0, "start")
-            self.each_pair(v, 1, "wait")
+            ahead(self.start_pairs, 0)
+            self.wait_pairs(v, 1)
 
         def step(f: jax.Array, _: None) -> None:
             s = v * spec.tiles + f
@@ -594,8 +618,8 @@ class _Kernel:
         if weights or dots:
             lax.fori_loop(0, spec.tiles, step, None)
         if pairs:
-            ahead(self.each_pair, 1, "start")
-            self.each_pair(v, 2, "wait")
+            ahead(self.start_pairs, 1)
+            self.wait_pairs(v, 2)
         if spec.does("ship"):
             self.ship(v)
 

@@ -14,7 +14,7 @@ from .llo import Loop, Schedule
 from .spec import KernelSpec
 from .time_model import VisitCost
 
-ADAPTER_LOOPS = (4, 2)
+ADAPTER_LOOPS = (2, 1)
 """Adapter DMA loops before and after the tiles."""
 
 
@@ -79,27 +79,19 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
         bodies, once = _bodies(previous.end, following.start, visit.landings, heights), 0
     shrink: list[tuple[int, int]] = []
     if spec.lora:
-        # Between the waits for A13 and the copies of the next visit's.
-        shrink = _bodies(children[3].end, children[4].start, visit.landings, heights)
+        # Between the copies of this visit's B2 and of the next one's A13.
+        shrink = _bodies(children[2].end, children[3].start, visit.landings, heights)
     run = _inner(schedule, ship)
-    inside = schedule.children(run) if run else []
     own = visit.bundles - sum(x.bundles for x in children) - sum(b - a for a, b in shrink)
     if spec.tiles == 1:
         own -= sum(b - a for a, b in bodies)
-    own += _listing(spec, schedule, outer[0])
+    own += outer[0].bundles  # lists a visit
     cost = VisitCost(
         own, gather.bundles, stage.bundles, ship.bundles, run.bundles if run else 0, sum(x.bundles for x in adapters),
-        tuple(b - a + once for a, b in bodies), tuple(b - a for a, b in shrink), inside[0].bundles if inside else 0,
+        tuple(b - a + once for a, b in bodies), tuple(b - a for a, b in shrink),
     )
     issued = tile.mxu_share if spec.tiles > 1 else visit.mxu_share
     return KernelLoops(cost, tuple(schedule.spills_between(a, b) for a, b in bodies), issued)
-
-
-def _listing(spec: KernelSpec, schedule: Schedule, listing: Loop) -> int:
-    """Bundles of listing one visit and its pairs; `listing` walks (expert, group), its child panels."""
-    panel = _inner(schedule, listing)
-    pair = _inner(schedule, panel) if panel else None
-    return listing.bundles + (pair.bundles * (spec.blocks.pairs - 1) if pair and spec.lora else 0)
 
 
 def _inner(schedule: Schedule, loop: Loop) -> Loop | None:

@@ -8,10 +8,12 @@ zeros, which add nothing to any dot product (a padded hidden column is act(0) * 
     w2   [E, nf, bf, H]                                                        s2   [E, 1, H]
     b13  [E, nf, 1, 2 bf]                                                      b2   [E, 1, H]
     block scales, G of H rounded up to whole lanes:  s13 [E, nf, 2 bf/128, G]  s2   [E, nf, bf/128, G]
-    a13  [L, E|1, 2, r, H]   lora_b13 [L, E, nf, r, 2 bf]   a2 [L, E, nf, r, bf]   lora_b2 [L, E|1, r, H]
+    a13  [L, E|1, 2, r/2, H]  lora_b13 [L, E, nf, r/2, 2 bf]  a2 [L, E, nf, r/2, bf]  lora_b2 [L, E|1, r/2, H]
 
 A keeps its rows on sublanes (one dot against its transpose shrinks); B is stored transposed, because a row of r
-columns would be padded to 128 lanes and cost up to eight times its bytes.
+columns would be padded to 128 lanes and cost up to eight times its bytes. Both hold two bfloat16 rows in a row of
+32-bit words, the even one in the low half: of such words whole tiles lie alike in both memories, so that a copy is one
+piece.
 """
 
 from __future__ import annotations
@@ -156,7 +158,13 @@ def adapter_arrays(
     a2 = _pad(_pad(np.swapaxes(a2, 1, 2), 2, rank), 0, experts)
     b2 = _pad(_pad(np.swapaxes(spread(cast(adapter.b2), shared_b2), 1, 2), 2, hidden), 1, rank)
     parts = {"a13": a13, "lora_b13": b13, "a2": a2, "lora_b2": b2}
-    return {name: np.ascontiguousarray(a) for name, a in parts.items()}
+    return {name: _row_pairs(a) for name, a in parts.items()}
+
+
+def _row_pairs(a: np.ndarray) -> np.ndarray:
+    """bf16 ``[..., r, columns]`` to int32 ``[..., r/2, columns]``."""
+    bits = np.ascontiguousarray(a).view(np.uint16).astype(np.uint32)
+    return (bits[..., 0::2, :] | (bits[..., 1::2, :] << 16)).view(np.int32)
 
 
 def lay_out_adapters(

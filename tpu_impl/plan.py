@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing plan: which rows each device computes, in which order, and where their results go.
 
-Runs in XLA inside `shard_map`. Every device orders its own (token, k) pairs by (expert, adapter, pair): that is the
-order in which results arrive in its buffer, so it only has to say where each (expert, adapter) begins there. One
-gather of int32 metadata tells everyone that, the pairs' keys and the scales of quantised rows; each device then sorts
-the pairs of its own experts by the same key. The rows of one (expert, adapter) that one device owns are contiguous
-at the sender and at the receiver, so results travel in runs rather than row by row, and two small tables
-(`spec.TableLayout`) say where runs begin. The kernel lists its visits from them itself: scalar code there takes less
-time than starting the operations would.
+Runs in XLA inside `shard_map`. Every device orders its own (token, k) pairs by (expert, group, pair), a group being
+adapters that the kernel holds at once, usually all: that is the order in which results arrive in its buffer, so it
+only has to say where each (expert, group) begins there. One gather of int32 metadata tells everyone that, the pairs'
+keys, the tokens' adapters and the scales of quantised rows; each device then sorts the pairs of its own experts by the
+same key. The rows of one (expert, group) that one device owns are contiguous at the sender and at the receiver, so
+results travel in runs rather than row by row, and two small tables (`spec.TableLayout`) say where runs begin. The
+kernel lists its visits from them itself: scalar code there takes less time than starting the operations would.
 
 At decode the plan's own time counts, and each operation's start most of all. So: one sort that the kernel waits for,
 and otherwise comparisons summed over small tables, which a vector unit does in passing.
@@ -117,13 +117,15 @@ def build_plan(
       scales: float32 ``[T_local]`` of rows quantised at their source.
     """
     local_tokens, k = topk_ids.shape
-    n, segments, width = local_tokens * k, spec.segments, spec.segments // spec.experts
+    n, segments = local_tokens * k, spec.segments
     beyond = segments * spec.ep
     owned = (topk_ids >= 0) & (topk_ids < num_experts)
-    # (expert, adapter); base rows last inside an expert, unrouted pairs last of all.
-    slot = width - 1 if slots is None else jnp.where(slots < 0, width - 1, slots)[:, None]
+    # (expert, group); base rows in an expert's last group, unrouted pairs last of all.
+    group = jnp.int32(0)
+    if slots is not None and spec.groups > 1:
+        group = jnp.where(slots < 0, spec.groups - 1, lax.div(slots, spec.blocks.pairs))[:, None]
     # Pairs lie k by k, tokens along lanes, as XLA keeps so narrow an array; `pair` is their number all the same.
-    key = jnp.where(owned, topk_ids * width + slot, beyond).T.reshape(-1)
+    key = jnp.where(owned, topk_ids * spec.groups + group, beyond).T.reshape(-1)
     pair = np.arange(n, dtype=np.int32).reshape(local_tokens, k).T.reshape(-1)
     begins = _count_below(key, lax.iota(jnp.int32, beyond + 1))
 
@@ -133,6 +135,8 @@ def build_plan(
     sent = {"key": key, "begins": begins}
     if scales is not None:
         sent["scales"] = lax.bitcast_convert_type(scales, jnp.int32)
+    if slots is not None:
+        sent["slots"] = slots
     if not spec.pushes:
         sent["weights"] = lax.bitcast_convert_type(topk_weights.T.reshape(-1), jnp.int32)
     got = _gather(spec, sent)
@@ -149,6 +153,10 @@ def build_plan(
     carried = [] if spec.pushes else [got["weights"].reshape(-1)]
     order, *carried = sort_pairs(jnp.where(mine, here, segments).reshape(-1), all_pairs, segments, *carried)
 
+    adapters = []
+    if slots is not None:
+        adapters = [got["slots"], _present(spec, here, jnp.tile(got["slots"], (1, k)))]
+
     def by_token(a: jax.Array) -> jax.Array:
         """``[ep, K * T_local]`` to ``[T, K]``."""
         return a.reshape(spec.ep, k, local_tokens).transpose(0, 2, 1).reshape(spec.tokens, k)
@@ -158,7 +166,7 @@ def build_plan(
         every, sorted_ = by_token(got["weights"]), carried[0]
         weights = (lax.bitcast_convert_type(every, jnp.float32), lax.bitcast_convert_type(sorted_, jnp.float32))
     return Plan(
-        table=_table(spec, got["begins"], arriving, order, rank),
+        table=_table(spec, got["begins"], arriving, order, rank, adapters),
         scales=None if scales is None else lax.bitcast_convert_type(got["scales"], jnp.float32).reshape(-1),
         owned=owned, arrival=arrival, order=order, mine=by_token(mine).reshape(-1),
         device=jnp.where(owned, lax.div(topk_ids, spec.experts), spec.ep), rank=rank, weights=weights,
@@ -181,12 +189,27 @@ def _gather(spec: KernelSpec, sent: dict[str, jax.Array]) -> dict[str, jax.Array
     return got
 
 
-def _table(spec: KernelSpec, begins: jax.Array, arriving: jax.Array, order: jax.Array, rank: jax.Array) -> jax.Array:
+def _present(spec: KernelSpec, segment: jax.Array, slot: jax.Array) -> jax.Array:
+    """int32 ``[experts, present_words]``: slots that the pairs of each expert here use, as bits."""
+    expert, word = np.arange(spec.experts)[:, None, None, None], np.arange(spec.present_words)[:, None, None]
+    hit = (slot >= 0) & (lax.div(segment, spec.groups) == expert) & (segment >= 0) & (slot // 32 == word)
+    return lax.reduce(jnp.where(hit, jnp.int32(1) << (slot % 32), 0), jnp.int32(0), lax.bitwise_or, (2, 3))
+
+
+def _table(
+    spec: KernelSpec,
+    begins: jax.Array,
+    arriving: jax.Array,
+    order: jax.Array,
+    rank: jax.Array,
+    adapters: list[jax.Array],
+) -> jax.Array:
     """The kernel's table.
 
     Args:
       begins: int32 ``[ep, ep * segments + 1]``: the arrival row of each owner at which a segment begins.
       arriving: int32 scalar, rows that other devices send here.
+      adapters: the slot of each token and `_present`, where the build has adapters.
     """
     at = lax.dynamic_slice_in_dim(begins, rank * spec.segments, spec.segments + 1, axis=1).T
     ends = jnp.concatenate([at[1:], at[-1:]])
@@ -196,6 +219,7 @@ def _table(spec: KernelSpec, begins: jax.Array, arriving: jax.Array, order: jax.
     parts = [jnp.stack([rank, arriving]), cells.reshape(-1)]
     if spec.pushes:
         parts.append(at.reshape(-1))
-    table = jnp.concatenate([*parts, lax.div(order, spec.top_k), jnp.zeros((ROW_BLOCK,), jnp.int32)])
+    parts += [lax.div(order, spec.top_k), jnp.zeros((ROW_BLOCK,), jnp.int32)]
+    table = jnp.concatenate([*parts, *(part.reshape(-1) for part in adapters)])
     assert table.shape == (spec.table.size,) and table.dtype == jnp.int32, (table.shape, table.dtype, spec.table)
     return table

@@ -83,34 +83,30 @@ class Shipping:
 
     def send(
         self, q: jax.Array, row: jax.Array, length: jax.Array, owner: jax.Array, here: jax.Array, dest: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Start one run: `length` > 0 rows of half `q` from `row` on, to row `dest` of the owner's results.
+    ) -> None:
+        """Start one run: `length` rows of half `q` from `row` on, if any, to row `dest` of the owner's results.
 
-        Returns:
-          rows sent locally and remotely; give their sums over a half's runs to `note`.
+        Give `note` how many rows a half's runs send.
         """
         r = self.r
         copies = [
             (r[buffer].at[q, pl.ds(row, length)], r[result].at[pl.ds(dest, length)]) for buffer, result in self.pairs
         ]
 
-        @pl.when(here)
+        @pl.when(here & (length > 0))
         def _() -> None:
             for source, target in copies:
                 pltpu.make_async_copy(source, target, r["out_sem"].at[q]).start()
 
         if self.remote:
 
-            @pl.when(jnp.logical_not(here))
+            @pl.when(jnp.logical_not(here) & (length > 0))
             def _() -> None:
                 for source, target in copies:
                     pltpu.make_async_remote_copy(
                         source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
                         device_id={self.axis: owner}, device_id_type=pl.DeviceIdType.MESH,
                     ).start()
-
-        kept = jnp.where(here, length, 0)
-        return kept, length - kept
 
     def note(self, q: jax.Array, kept: jax.Array, sent: jax.Array | int) -> None:
         """Rows that half `q` has under way now."""

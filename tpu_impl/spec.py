@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 ROW_BLOCK = 32
 """Rows staged at a time; the sublane tile of 8-bit data."""
+PAIR_BLOCK = RUN_BLOCK = 8
+"""Adapters whose copies, and owners to whom rows, are started together."""
 LANES = 128
 SUBLANES = 8
 BF16_SUBLANES = 16
@@ -117,6 +119,11 @@ class LoRASpec:
             raise ValueError(f"slots: got {self.slots}, want at least 1")
         if self.rank < 1 or self.rank % BF16_SUBLANES:
             raise ValueError(f"rank: got {self.rank}, want a positive multiple of {BF16_SUBLANES}")
+
+    @property
+    def words(self) -> int:
+        """Rows of 32-bit words that `rank` rows of bfloat16 take."""
+        return self.rank // 2
 
 
 @dataclass(frozen=True)
@@ -267,8 +274,13 @@ class KernelSpec:
 
     @property
     def lanes(self) -> int:
-        """Lanes of the stacked adapters: pairs x rank, padded to whole vector registers."""
-        return round_up(self.blocks.pairs * self.lora.rank, LANES) if self.lora else 0
+        """Lanes of the stacked adapters: pairs x rank, in whole vector registers."""
+        return self.stacked * self.lora.rank if self.lora else 0
+
+    @property
+    def stacked(self) -> int:
+        """Pairs the stack has room for."""
+        return round_up(self.blocks.pairs, LANES // math.gcd(self.lora.rank, LANES)) if self.lora else 0
 
     @property
     def groups(self) -> int:
@@ -281,14 +293,18 @@ class KernelSpec:
 
     @property
     def segments(self) -> int:
-        """(expert, adapter or none) pairs of the experts held here, the order rows are computed in."""
-        return self.experts * ((self.lora.slots if self.lora else 0) + 1)
+        """(expert, group of adapters) pairs of the experts held here, the order rows are computed in."""
+        return self.experts * self.groups
 
     @property
     def visit_width(self) -> int:
-        """Words of a visit: expert, first sorted row, row count, first chunk, pair count, then for each pair slot,
-        first row and end row (relative to the visit)."""
-        return 5 + 3 * self.blocks.pairs
+        """Words of a visit: segment, first sorted row, row count, first chunk, pair count, each pair's slot."""
+        return 5 + self.blocks.pairs
+
+    @property
+    def present_words(self) -> int:
+        """Words that say which adapters an expert has rows of, a bit each."""
+        return -(-self.lora.slots // 32) if self.lora else 0
 
     @property
     def scale_lanes(self) -> int:
@@ -318,12 +334,15 @@ class TableLayout:
     Header: this device's rank, and how many rows arrive from other devices. Rows are sorted by (segment, pair), so
     those of one segment whose tokens one device owns are contiguous: a cell, (segment s, owner o) at ``s * ep + o``.
     `cells`: the first sorted row of each, then the number of rows. `arrivals`, where results are pushed: the arrival
-    row of each cell's first row at its owner. `rows`: the token of each sorted row.
+    row of each cell's first row at its owner. `rows`: the token of each sorted row. `slots`, where there are
+    adapters: the slot of each token, -1 for none. `present`: for each expert, the slots its rows use as bits.
     """
 
     cells: int
     arrivals: int
     rows: int
+    slots: int
+    present: int
     size: int
 
     HEADER = 2
@@ -335,7 +354,10 @@ class TableLayout:
         arrivals = cls.HEADER + cells
         rows = arrivals + (cells if spec.pushes else 0)
         # Rows are gathered 32 at a time, so the last block may read past the last row.
-        return cls(cls.HEADER, arrivals, rows, rows + spec.capacity + ROW_BLOCK)
+        slots = rows + spec.capacity + ROW_BLOCK
+        present = slots + (spec.tokens if spec.lora else 0)
+        size = present + spec.experts * spec.present_words
+        return cls(cls.HEADER, arrivals, rows, slots, present, size)
 
 
 def scratch(spec: KernelSpec) -> list[Buffer]:
@@ -352,7 +374,6 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
         Buffer("w2v", "vmem", (b.nbuf, bf, h), wdtype),
         Buffer("st", "vmem", (2, b.stage, h // LANES, LANES), TRANSPORTS[spec.transport].row),
         Buffer("visits", "smem", (spec.max_visits * spec.visit_width,), "int32"),
-        Buffer("cursor", "smem", (1,), "int32"),
         Buffer("lens", "smem", (4,), "int32"),
         Buffer("gather_sem", "dma", (b.xbuf,)),
         Buffer("weight_sem", "dma", (b.nbuf,)),
@@ -380,11 +401,12 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
         if spec.recipe == "w8a8":
             out.append(Buffer("xb", "vmem", (rows, h), "bfloat16"))
         out += [
-            Buffer("la13", "vmem", (spec.halves, a, h), "bfloat16"),
-            Buffer("lb13", "vmem", (spec.tiles, a, spec.halves * bf), "bfloat16"),
-            Buffer("la2", "vmem", (spec.tiles, a, bf), "bfloat16"),
-            Buffer("lb2", "vmem", (a, h), "bfloat16"),
-            Buffer("vs", "vmem", (rows, 2 * spec.halves * a), "bfloat16"),
+            Buffer("la13", "vmem", (spec.stacked, spec.halves, spec.lora.words, h), "int32"),
+            Buffer("lb13", "vmem", (spec.stacked, spec.tiles, spec.lora.words, spec.halves * bf), "int32"),
+            Buffer("la2", "vmem", (spec.stacked, spec.tiles, spec.lora.words, bf), "int32"),
+            Buffer("lb2", "vmem", (spec.stacked, spec.lora.words, h), "int32"),
+            Buffer("row_slot", "vmem", (rows, LANES), "int32"),
+            Buffer("vs", "vmem", (2, rows, spec.halves * a), "bfloat16"),
             Buffer("us", "vmem", (rows, a), "float32"),
             Buffer("lora_sem", "dma", (3,)),
         ]

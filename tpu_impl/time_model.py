@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from ..common.config import FusedMoEConfig
 from .generations import Generation
 from .links import Fabric, Traffic, dispatch_us, share_reached, total_us, transport_us
-from .spec import LANES, ROW_BLOCK, KernelSpec
+from .spec import LANES, PAIR_BLOCK, ROW_BLOCK, RUN_BLOCK, KernelSpec
 from .xla_ops import Glue
 
 HOP_US = 1.0
@@ -51,11 +51,10 @@ class VisitCost:
       visit: once.
       gather, stage: a block of 32 rows.
       ship: a chunk of `Blocks.stage` rows.
-      run: a further contiguous run of rows to one owner.
-      pair: an adapter of the visit.
+      run: a further `RUN_BLOCK` owners that a chunk's rows may go to.
+      pair: `PAIR_BLOCK` adapters of the visit.
       tile: one f tile at each height of `Blocks.rungs`.
       shrink: the adapters' first dots at each height; empty without adapters.
-      cell: passing one (expert, adapter, owner), with rows or without.
     """
 
     visit: int
@@ -66,7 +65,6 @@ class VisitCost:
     pair: int
     tile: tuple[int, ...]
     shrink: tuple[int, ...] = ()
-    cell: int = 0
 
     def rung(self, spec: KernelSpec, rows: int) -> int:
         return next(i for i, height in enumerate(spec.blocks.rungs) if height >= rows)
@@ -172,14 +170,10 @@ def visit_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, r
     """Compute of one visit of `rows` rows."""
     blocks, chunks = -(-rows // ROW_BLOCK), -(-rows // spec.blocks.stage)
     i = cost.rung(spec, rows)
-    # Rows are sorted by adapter and owner, so a run is one of these cells that has a row.
-    cells = spec.ep * (spec.lora.slots if spec.lora else 1)
-    runs = cells * (1 - (1 - 1 / cells) ** rows) + chunks - 1 if spec.pushes else 0.0
     pairs = min(present_pairs(spec, rows), spec.blocks.pairs)
     own: float = cost.visit + blocks * (cost.gather + cost.stage) + chunks * cost.ship
-    passed = spec.ep * spec.segments / spec.experts / spec.groups if spec.pushes else 0.0
-    own += max(0.0, runs - chunks) * cost.run + max(0.0, passed - runs) * cost.cell
-    own += pairs * cost.pair + (cost.shrink[i] if cost.shrink else 0)
+    own += chunks * (spec.ep // math.gcd(spec.ep, RUN_BLOCK) - 1) * cost.run
+    own += math.ceil(pairs / PAIR_BLOCK) * cost.pair + (cost.shrink[i] if cost.shrink else 0)
     return own / clock / 1e3 + spec.tiles * tile_us(gen, clock, spec, cost.tile[i], spec.blocks.rungs[i])
 
 

@@ -13,23 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-jax = pytest.importorskip("jax")
+pytest.importorskip("jax")
 
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from isomoe.common.config import FusedMoEConfig  # noqa: E402
-from isomoe.common.executors import make_call  # noqa: E402
-from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2  # noqa: E402
-from isomoe.common.numerics import BF16, quantize_fp8  # noqa: E402
-from isomoe.common.recipes import Recipe, default_recipe  # noqa: E402
-from isomoe.common.reference import reference_moe, truth  # noqa: E402
-from isomoe.common.weights import LoRAAdapter, quantize_moe_weights  # noqa: E402
-from isomoe.tests.matrix import Case, Shape, build  # noqa: E402
-from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan, presum  # noqa: E402
-from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor  # noqa: E402
-from isomoe.tpu_impl.pack_kernel import pack_kernel  # noqa: E402
-from isomoe.tpu_impl.spec import ABLATIONS, STAGES, Blocks, LoRASpec  # noqa: E402
+from isomoe.common.config import FusedMoEConfig
+from isomoe.common.executors import make_call
+from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2
+from isomoe.common.numerics import BF16, quantize_fp8
+from isomoe.common.recipes import Recipe, default_recipe
+from isomoe.common.reference import reference_moe, truth
+from isomoe.common.weights import LoRAAdapter, quantize_moe_weights
+from isomoe.tests.matrix import Case, Shape, build
+from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan, presum
+from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor
+from isomoe.tpu_impl.pack_kernel import pack_kernel
+from isomoe.tpu_impl.spec import ABLATIONS, STAGES, Blocks, LoRASpec
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -112,9 +113,8 @@ class Layer:
             self.build = replace(self.build, lora=lora)
         self.tensors = ep_moe.place(operands | self.adapter_operands, self.build)
 
-    def slots(self) -> jax.Array | None:
-        if not self.num_slots:
-            return None
+    def slots(self) -> jax.Array:
+        """int32 ``[T]``, the slot of each token's adapter."""
         known = {a.adapter_id: i for i, a in enumerate(self.inputs.adapters)}
         assert self.inputs.adapter_ids is not None
         return jnp.asarray([known.get(int(a), -1) for a in self.inputs.adapter_ids], jnp.int32)
@@ -130,7 +130,7 @@ class Layer:
         i = self.inputs
         arguments = {
             "x": jnp.asarray(i.x), "topk_weights": jnp.asarray(i.topk_weights), "topk_ids": jnp.asarray(i.topk_ids),
-            "tensors": self.tensors, "adapter_slots": self.slots(),
+            "tensors": self.tensors, "adapter_slots": self.slots() if self.num_slots else None,
         } | changes
         return jax.block_until_ready(ep_moe.fused_moe_ep(build=self.build, **arguments))
 
@@ -502,7 +502,10 @@ def test_experts_without_a_gate(activation: str) -> None:
     config = FusedMoEConfig(4, 2, 256, 96, activation=activation, is_act_and_mul=False)
     w13, w2 = rng.standard_normal((4, 96, 256)) / 16, rng.standard_normal((4, 256, 96)) / 10
     weights = quantize_moe_weights(w13, w2, "channel")
-    f = lambda *s: (rng.standard_normal(s) / 8).astype(BF16)  # noqa: E731
+
+    def f(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) / 8).astype(BF16)
+
     adapter = LoRAAdapter(3, f(4, 1, 8, 256), f(4, 1, 96, 8), f(4, 8, 96), f(4, 256, 8))
     x = rng.standard_normal((9, 256)).astype(BF16)
     ids = np.stack([rng.permutation(4)[:2] for _ in range(9)]).astype(np.int32)

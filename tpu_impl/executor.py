@@ -204,7 +204,7 @@ def _forget_old_programs(program: Any) -> None:
     from .ep_moe import interpreted_layer
 
     if program not in _programs and len(_programs) >= _MOST_PROGRAMS:
-        interpreted_layer.clear_cache()
+        interpreted_layer.clear_cache()  # type: ignore[attr-defined]  # jax's stub lacks it
         _programs.clear()
     _programs.add(program)
 

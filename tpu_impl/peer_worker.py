@@ -55,6 +55,7 @@ def answer(cell: dict[str, Any]) -> dict[str, Any]:
         ).compile()
         seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
+        assert memory is not None
     except Exception as error:  # whatever the peer raises is the answer
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
     local = t // cell["ep"]

@@ -39,6 +39,7 @@ from isomoe.common.quant_methods import (
     UnquantizedFusedMoEMethod,
 )
 from isomoe.common.weights import LoRAAdapter, MoEWeights, quantize_moe_weights
+from isomoe.tpu_impl.generations import GENERATIONS
 
 E, K, H, I, T = 6, 2, 256, 256, 9
 CONFIG = FusedMoEConfig(E, K, H, I)
@@ -231,7 +232,8 @@ def test_construction_on_a_tpu_answers_none(name, generation, monkeypatch):
             backend = getattr(method, "unquantized_backend", None) or method.fp8_backend
             assert backend in (Fp8MoeBackend.NONE, UnquantizedMoeBackend.NONE)
             assert method.experts_cls is None
-            assert method.executor.name == "pallas_ep"
+            # v4 has no limits to build for, so nothing executes there: constructing is as safe as elsewhere.
+            assert getattr(method.executor, "name", None) == ("pallas_ep" if generation in GENERATIONS else None)
 
 
 @pytest.mark.parametrize("name", METHODS)

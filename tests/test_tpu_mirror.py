@@ -374,9 +374,10 @@ def test_batches_read_whole_versions_while_adapters_are_replaced() -> None:
     @jax.jit
     def spread(stacks, slot):
         """Smallest and largest cell of the ranks in use, over all operands."""
-        cells = [stacks["a13"][slot, :, :, :8], stacks["lora_b13"][slot, :, :, :8], stacks["a2"][slot, :, :, :8],
-                 stacks["lora_b2"][slot, :, :8]]  # fmt: skip
-        flat = jnp.concatenate([c.reshape(-1) for c in cells])
+        cells = [stacks["a13"][slot, :, :, :4], stacks["lora_b13"][slot, :, :, :4], stacks["a2"][slot, :, :, :4],
+                 stacks["lora_b2"][slot, :, :4]]  # fmt: skip
+        words = jnp.concatenate([c.reshape(-1) for c in cells])  # two bfloat16 each
+        flat = jax.lax.bitcast_convert_type(words, jnp.bfloat16)
         return jnp.stack([flat.min(), flat.max()])
 
     stop, errors, replaced = threading.Event(), [], [0]

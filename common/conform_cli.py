@@ -333,7 +333,6 @@ def golden_write(
         _prepare()
         from ..tests.conformance import inputs_of, subject_for
         from ..tests.matrix import ep_cases, parity_cases, quick_cases
-        from .executors import make_call
         from .golden import default_calls, golden_case, with_result, write_pack
 
         calls = default_calls() if cases == "probes" else {}
@@ -344,18 +343,7 @@ def golden_write(
                 raise ValueError(f"--cases: got {cases!r}, want probes, quick, standard or parts of case ids")
             chosen = [c for c in known if not wanted or any(w in str(c) for w in wanted)]
             for case in chosen:
-                i = inputs_of(case)
-                calls[str(case)] = make_call(
-                    i.x,
-                    i.topk_weights,
-                    i.topk_ids,
-                    i.weights,
-                    config=case.config,
-                    adapters=i.adapters or None,
-                    adapter_ids=i.adapter_ids,
-                    ep_size=case.ep,
-                    recipe=case.recipe,
-                )
+                calls[str(case)] = inputs_of(case).call()
         if not calls:
             raise ValueError(f"--cases: got {cases!r}, which no case's id contains")
         name = None if executor is None else subject_for(executor).name

@@ -21,7 +21,7 @@ import numpy as np
 
 from isomoe.common import tolerances
 from isomoe.common.backends import register_moe_backend
-from isomoe.common.executors import ExecutorInfo, executor_class, executors, make_call
+from isomoe.common.executors import ExecutorInfo, executor_class, executors
 from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2, worst_row
 from isomoe.common.placement import ExpertPlacement
 from isomoe.common.platforms import PlatformKind
@@ -190,18 +190,7 @@ class Subject:
 
     def declared(self, case: Case, inputs: Inputs | None = None) -> Recipe:
         """The recipe that the executor says it really runs for this case."""
-        inputs = inputs or inputs_of(case)
-        call = make_call(
-            inputs.x,
-            inputs.topk_weights,
-            inputs.topk_ids,
-            inputs.weights,
-            config=case.config,
-            adapters=inputs.adapters or None,
-            adapter_ids=inputs.adapter_ids,
-            ep_size=case.ep,
-            recipe=case.recipe,
-        )
+        call = (inputs or inputs_of(case)).call()
         return self.cls.recipe(call) if hasattr(self.cls, "recipe") else call.recipe  # type: ignore[attr-defined]
 
 

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isomoe.common.config import FusedMoEConfig
 from isomoe.common.numerics import BF16
 from isomoe.common.weights import LoRAAdapter, MoEWeights, quantize_moe_weights
+
+if TYPE_CHECKING:
+    from isomoe.common.executors import MoECall
 
 ROUTINGS = (
     "uniform",
@@ -103,6 +107,15 @@ class Inputs:
     weights: MoEWeights
     adapters: tuple[LoRAAdapter, ...]
     adapter_ids: np.ndarray | None
+
+    def call(self) -> MoECall:
+        """The case as an executor receives it, checked."""
+        from isomoe.common.executors import make_call
+
+        return make_call(
+            self.x, self.topk_weights, self.topk_ids, self.weights, config=self.case.config,
+            adapters=self.adapters or None, adapter_ids=self.adapter_ids, ep_size=self.case.ep, recipe=self.case.recipe,
+        )
 
     def run(self, executor: str, **changes: object) -> np.ndarray:
         """`run_moe` on these arrays, with keyword or array replacements."""

@@ -13,6 +13,7 @@ import pytest
 
 from isomoe.common import golden
 from isomoe.common.backends import register_moe_backend, unregister_moe_backend
+from isomoe.common.executors import MoECall
 from isomoe.common.metrics import bitwise_equal
 from isomoe.common.reference import STAGES, reference_moe, stages
 from isomoe.common.safe_files import TensorFileError
@@ -35,20 +36,8 @@ def registered(cls: type) -> Iterator[str]:
         unregister_moe_backend(name)
 
 
-def _call(case: Case):
-    from isomoe.common.executors import make_call
-
-    i = build(case)
-    return make_call(
-        i.x,
-        i.topk_weights,
-        i.topk_ids,
-        i.weights,
-        config=case.config,
-        adapters=i.adapters or None,
-        adapter_ids=i.adapter_ids,
-        recipe=case.recipe,
-    )
+def _call(case: Case) -> MoECall:
+    return build(case).call()
 
 
 @pytest.mark.parametrize("scheme", ["channel", "block"])

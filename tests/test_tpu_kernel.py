@@ -27,6 +27,7 @@ from isomoe.common.recipes import Recipe, default_recipe
 from isomoe.common.reference import reference_moe, truth
 from isomoe.common.weights import LoRAAdapter, quantize_moe_weights
 from isomoe.tests.matrix import Case, Shape, build
+from isomoe.tests.races import keep_detectors, races_found  # noqa: F401
 from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan, presum
 from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor
 from isomoe.tpu_impl.pack_kernel import pack_kernel
@@ -43,29 +44,6 @@ WIRES: dict[str, dict[str, str]] = {
     "push_bf16": {}, "push_fp8": {"wire": "fp8"}, "rs_bf16": {"wire": "bf16", "wire_unit": "device"},
     "presum_fp8": {"wire": "fp8", "wire_unit": "device"},
 }
-
-
-_DETECTORS: list[Any] = []
-"""Race detectors of the kernels that a test has run: each has its own, of which jax keeps the last."""
-
-
-@pytest.fixture(autouse=True)
-def _keep_detectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    real = interpret_pallas_call.RaceDetectionState
-
-    def kept(**options: Any) -> Any:
-        _DETECTORS.append(real(**options))
-        return _DETECTORS[-1]
-
-    _DETECTORS.clear()
-    monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", kept)
-
-
-def _races_found() -> bool:
-    assert _DETECTORS, "the race detector did not run"
-    return any(detector.races_found for detector in _DETECTORS)
 
 
 class Layer:
@@ -123,7 +101,7 @@ class Layer:
         """bf16 ``[T, H]``; arguments may be replaced by name."""
         result = np.asarray(self.run_on_mesh(**changes))
         if check_races:
-            assert not _races_found()
+            assert not races_found()
         return result
 
     def run_on_mesh(self, **changes: Any) -> jax.Array:
@@ -317,7 +295,7 @@ def test_the_detector_sees_sums_that_do_not_wait(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(presum._Kernel, "wait_gather", lambda self, b: None)
     layer = Layer(Case("channel", "w8a16", tokens=10), transport="presum_fp8", settings=EAGER)
     layer.run(check_races=False)
-    assert _races_found()
+    assert races_found()
 
 
 def test_most_presummed_tokens_fit_scalar_memory() -> None:
@@ -377,7 +355,7 @@ def test_any_mesh_rank(axes: tuple[tuple[str, int], ...], transport: str) -> Non
     many = Layer(case, axes=axes, settings=EAGER, transport=transport)
     whole = Layer(case, transport=transport).run()
     out = many.run_on_mesh()
-    assert not _races_found()
+    assert not races_found()
     assert len(out.addressable_shards) == many.build.mesh.size
     for shard in out.addressable_shards:
         assert bitwise_equal(np.asarray(shard.data), whole[shard.index])
@@ -514,7 +492,7 @@ def test_experts_without_a_gate(activation: str) -> None:
         adapter_ids=np.array([3, -1, 3] * 3, np.int32), ep_size=2,
     )
     assert rel_l2(PallasEPExecutor.run(call, settings=STRICT), reference_moe(call)) <= TO_RECIPE
-    assert not _races_found()
+    assert not races_found()
 
 
 # -- structure ------------------------------------------------------------------------------------------------
@@ -562,7 +540,7 @@ def test_the_detector_sees_a_planted_race(monkeypatch: pytest.MonkeyPatch, setti
     monkeypatch.setattr(expert_kernel._Kernel, "stage_rows", fetch_then_read)
     layer = Layer(Case("channel", "w8a16", tokens=9), xbuf=1, settings=settings)
     layer.run(check_races=False)
-    assert _races_found()
+    assert races_found()
 
 
 @pytest.mark.parametrize("tokens", [50, 700])

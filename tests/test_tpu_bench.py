@@ -69,7 +69,8 @@ def test_cells_come_with_what_they_are_compared_to(tmp_path: Path) -> None:
 
 
 def _made(heights: int, *, tile: int = 1000, shrink: bool = False) -> dict[str, Any]:
-    cost = VisitCost(50, 130, 300, 900, 40, 100 if shrink else 0, (tile,) * heights, (500,) * heights if shrink else ())
+    pair, shrinks = (100, (500,) * heights) if shrink else (0, ())
+    cost = VisitCost(50, 130, 300, 200, 350, 40, pair, (tile,) * heights, shrinks)
     return {
         "compile_s": 1.0, "code_bytes": 10**6, "temp_bytes": 10**6,
         "loops": asdict(KernelLoops(cost, (0,) * heights, 0.4)),
@@ -245,7 +246,7 @@ def test_the_plan_hides_the_gather_of_rows() -> None:
     config = MODELS["qwen3-coder-480b"].config
     _, spec = plan_request("tpu7x:2x2x1", config, 512, scheme="channel", dispatch="auto", transport="auto")
     gen, grid = split_topology("tpu7x:2x2x1")
-    cost = VisitCost(50, 130, 300, 900, 40, 0, (1000,) * len(spec.blocks.rungs))
+    cost = VisitCost(50, 130, 300, 200, 350, 40, 0, (1000,) * len(spec.blocks.rungs))
 
     def model(beside: int) -> ModelTime:
         around = Glue(20_000, 10, 50_000, 2, (), beside, 0)

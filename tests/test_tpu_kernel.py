@@ -191,6 +191,25 @@ def test_visits_split_where_adapters_do_not_fit() -> None:
     assert bitwise_equal(got, whole)
 
 
+@pytest.mark.parametrize("bf", [128, 256], ids=["tiles", "one_tile"])
+def test_adapters_come_in_runs_of_neighbouring_slots(bf: int) -> None:
+    """Slot 1 has no rows, so that slots 0 and 2 come in a copy each; what lies between them stays out of the sums."""
+    layer = Layer(Case("channel", "w8a8", "mixed", tokens=24, shape=WIDE), bf=bf, settings=EAGER)
+    slots, ids = np.asarray(layer.slots()), layer.inputs.adapter_ids.copy()
+    assert {0, 1, 2} <= set(slots.tolist())
+    ids[slots == 1] = -1
+    got = layer.run(adapter_slots=jnp.asarray(np.where(slots == 1, -1, slots)))
+    assert rel_l2(got, layer.reference(adapter_ids=ids)) <= TO_RECIPE
+
+
+def test_more_room_for_adapters_than_slots() -> None:
+    """Three groups of 11 for 32 slots: the last place is nobody's."""
+    case = Case("channel", "w8a8", "mixed", tokens=12)
+    layer = Layer(case, slots=32, pairs=11)
+    assert layer.build.spec(12).present_words == 2
+    assert bitwise_equal(check(layer), Layer(case).run())
+
+
 @pytest.mark.parametrize("settings", [STRICT, EAGER], ids=["on_wait", "eager"])
 @pytest.mark.parametrize("ep", [slow(2), 4, 8])
 def test_expert_parallel_equals_one_device(ep: int, settings: InterpretSettings) -> None:
@@ -559,8 +578,8 @@ def test_the_plan_says_where_segments_and_rows_are(tokens: int) -> None:
     routed = int(begins[-1])
     assert table[: t.cells].tolist() == [0, 0]
     # One owner: its cells are the segments, and rows arrive in the order they are computed in.
-    assert table[t.cells : t.arrivals].tolist() == begins.tolist()
-    assert table[t.arrivals : t.rows].tolist() == begins.tolist()
+    assert table[t.cells : t.shifts].tolist() == begins.tolist()
+    assert not table[t.shifts : t.rows].any()
     assert table[t.rows : t.rows + routed].tolist() == (order[:routed] // 2).tolist()
     assert slots is not None and table[t.slots : t.present].tolist() == np.asarray(slots).tolist()
     for expert, present in enumerate(table[t.present :]):

@@ -15,7 +15,18 @@ from dataclasses import replace
 from ..common.config import FusedMoEConfig
 from .generations import Generation, generation
 from .layout import padded_hidden, padded_rank
-from .spec import LANES, ROW_BLOCK, SUBLANES, Blocks, KernelSpec, LoRASpec, dma_semaphores, round_up, vmem_bytes
+from .spec import (
+    BF16_SUBLANES,
+    LANES,
+    ROW_BLOCK,
+    SUBLANES,
+    Blocks,
+    KernelSpec,
+    LoRASpec,
+    dma_semaphores,
+    round_up,
+    vmem_bytes,
+)
 
 MAX_TILE = 1024
 # Two weight tiles may take this share of VMEM; rows, results and adapters need the rest.
@@ -62,9 +73,10 @@ def tile_width(gen: Generation, config: FusedMoEConfig, scheme: str) -> int:
 def _rungs(rows: int, mean: float, scheme: str) -> tuple[int, ...]:
     """Tile heights: doubling, and two that just hold a usual expert and a somewhat fuller one.
 
-    With block scales the vector unit bounds a tile, so that a few rows fewer count.
+    In short panels a few rows fewer count, with block scales, where the vector unit bounds a tile, most of all.
     """
-    step = SUBLANES if scheme == "block" and rows <= 2 * ROW_BLOCK else 2 * ROW_BLOCK
+    short = SUBLANES if scheme == "block" else BF16_SUBLANES
+    step = short if rows <= 2 * ROW_BLOCK else 2 * ROW_BLOCK
     usual = {max(ROW_BLOCK, round_up(math.ceil(mean + k * math.sqrt(mean)), step)) for k in (0, 2)}
     return (*sorted(r for r in {*RUNGS, *usual} if r < rows), rows)
 

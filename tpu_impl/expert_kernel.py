@@ -8,10 +8,14 @@ hidden activations never leave the chip and each weight byte is read once per pa
 of `nbuf` slots filled across visit boundaries: while an expert's last tiles are multiplied, the next expert's first
 ones are already coming in. Rows are gathered by one-row DMAs a visit ahead.
 
-Adapters: the visit's (expert, adapter) pairs are stacked side by side into `lanes` columns. One dot shrinks all rows
-against all stacked A; what does not belong to a row's own adapter is masked to zero; one dot per tile expands into
-the float32 pre-activations. The stack is filled one visit ahead, each part as soon as the visit before has used it.
-Unused lanes hold zeros (0 x NaN would poison), and rows without adapter get +0.0.
+Adapters: the visit's (expert, adapter) pairs are stacked side by side into `lanes` columns, in the order of their
+slots, so that neighbouring slots come in one copy. One dot shrinks all rows against all stacked A; what does not
+belong to a row's own adapter is masked to zero; one dot per tile expands into the float32 pre-activations. The stack
+is filled one visit ahead, each part as soon as the visit before has used it. Unused lanes hold zeros (0 x NaN would
+poison) or what an earlier visit left there, and rows without adapter get +0.0.
+
+An expert with one tile does all between rows in and rows out in it, straight-line code for each height, so that the
+units which staging, dots and adapters need are busy side by side.
 
 Results leave in chunks of `stage` rows: pushed straight from VMEM to the arrival buffer of the token's owner, one
 remote DMA per contiguous run (`push_fp8`: as e4m3 codes, the rows' scales in a second, small one), or left in sorted
@@ -32,7 +36,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .numerics import apply_activation, cast_rows, fp8_scale, quantize_rows, split_bf16, unpack_fp8_rows, unpack_rows
 from .shipping import DTYPES, Shipping, allocate
-from .spec import LANES, PAIR_BLOCK, ROW_BLOCK, RUN_BLOCK, TRANSPORTS, KernelSpec, operands, results, scratch
+from .spec import LANES, ROW_BLOCK, RUN_BLOCK, TRANSPORTS, KernelSpec, operands, results, scratch
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
 N_CHUNK = 1024
@@ -40,6 +44,9 @@ N_CHUNK = 1024
 G_CHUNK = 512
 # The same with block scales, where a sum over all blocks of H is held.
 BLOCK_N_CHUNK, BLOCK_G_CHUNK = 512, 256
+
+# Adapter operands and where they are stacked.
+STACKS = {"a13": "la13", "lora_b13": "lb13", "a2": "la2", "lora_b2": "lb2"}
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -96,7 +103,7 @@ class _Kernel:
                 count = jnp.minimum(end - first, b.rows)
                 for field, value in enumerate((g, first, count, chunk)):
                     self.r["visits"][v * width + field] = value
-                self.list_pairs(v * width + 4, lax.div(g, spec.groups), lax.rem(g, spec.groups) * b.pairs)
+                self.list_pairs(v * width + 4, lax.div(g, spec.groups), self.slot_of(g))
                 return v + 1, chunk + lax.div(count + (b.stage - 1), b.stage)
 
             return lax.fori_loop(0, lax.div(end - start + (b.rows - 1), b.rows), panel, carry)
@@ -105,15 +112,22 @@ class _Kernel:
         return lax.fori_loop(0, spec.segments, group, (zero, zero))[0]
 
     def list_pairs(self, at: jax.Array, expert: jax.Array, slot: jax.Array) -> None:
-        """Write how many adapters of a group, from `slot` on, have rows of an expert, then their slots."""
+        """Write which adapters of a group, from `slot` on, have rows of an expert: how many, and their runs.
+
+        Adapters lie in the stack in the order of their slots, so that neighbours come in one copy. A run is where it
+        starts and where the next absent one is: places where presence changes, written until it does.
+        """
         if self.spec.lora is None:
             return
-        found = jnp.int32(0)
+        found, change, before = jnp.int32(0), at + 2, jnp.int32(0)
         for i in range(self.blocks.pairs):
             word = self.table.present + expert * self.spec.present_words + lax.div(slot + i, 32)
-            self.r["visits"][at + 1 + found] = slot + i  # the next one overwrites it where it has no rows
-            found += lax.shift_right_logical(self.r["tab"][word], lax.rem(slot + i, 32)) & 1
+            here = lax.shift_right_logical(self.r["tab"][word], lax.rem(slot + i, 32)) & 1
+            self.r["visits"][change] = jnp.int32(i)
+            found, change, before = found + here, change + (here ^ before), here
+        self.r["visits"][change] = jnp.int32(self.blocks.pairs)
         self.r["visits"][at] = found
+        self.r["visits"][at + 1] = lax.shift_right_logical(change + before - (at + 2), 1)
 
     def visit(self, v: jax.Array, field: jax.Array | int) -> jax.Array:
         return self.r["visits"][v * self.spec.visit_width + field]
@@ -133,8 +147,12 @@ class _Kernel:
     def pair_count(self, v: jax.Array) -> jax.Array:
         return self.visit(v, 4)
 
-    def pair_slot(self, v: jax.Array, i: jax.Array | int) -> jax.Array:
-        return self.visit(v, 5 + i)
+    def slot_of(self, segment: jax.Array) -> jax.Array:
+        """Slot of the adapter that lies first in the stack."""
+        return lax.rem(segment, self.spec.groups) * self.blocks.pairs if self.spec.groups > 1 else jnp.int32(0)
+
+    def first_slot(self, v: jax.Array) -> jax.Array:
+        return self.slot_of(self.visit(v, 0))
 
     # -- rows -------------------------------------------------------------------------------------------------
 
@@ -159,37 +177,41 @@ class _Kernel:
         pltpu.make_async_copy(got, got, self.r["gather_sem"].at[p]).wait()
 
     def stage_rows(self, v: jax.Array) -> None:
-        """Unpack (and quantise) the gathered rows into the dots' operand; clear what several tiles add to."""
+        lax.fori_loop(0, self.row_blocks(v), lambda i, _: self.stage_block(v, i), None)
+
+    def stage_block(self, v: jax.Array, i: jax.Array | int) -> None:
+        """Unpack (and quantise) gathered rows into the dots' operand; clear what several tiles add to."""
         spec, r = self.spec, self.r
         p = lax.rem(v, self.blocks.xbuf)
         half = spec.hidden // 2
-        base = self.table.rows + self.first_row(v)
+        rows = pl.ds(i * ROW_BLOCK if isinstance(i, int) else pl.multiple_of(i * ROW_BLOCK, ROW_BLOCK), ROW_BLOCK)
+        if spec.tiles > 1:
+            r["y"][rows, :] = jnp.zeros((ROW_BLOCK, spec.hidden), jnp.float32)
+        if spec.dispatch == "ag_fp8":
+            self.unpack_block(v, i, rows)
+            return
+        if spec.lora:
+            self.note_slots(v, i)
+        halves = unpack_rows(r["xg"][p, i].reshape(ROW_BLOCK, half))
+        kept = r["xb"] if "xb" in r else (r["xs"] if spec.recipe != "w8a8" else None)
+        if kept is not None:
+            for j, part in enumerate(halves):
+                kept[rows, j * half : (j + 1) * half] = part.astype(jnp.bfloat16)
+        if spec.recipe == "w8a8":
+            self.quantize_block(rows, halves)
 
-        def slot(i: jax.Array, j: jax.Array | int) -> None:
-            row = i * ROW_BLOCK + j
-            value = r["tab"][self.table.slots + r["tab"][base + row]]
-            r["row_slot"][pl.ds(row, 1), :] = jnp.full((1, LANES), value, jnp.int32)
+    def note_slots(self, v: jax.Array, i: jax.Array | int) -> None:
+        """The adapter of each row of block i, in all lanes."""
+        r = self.r
+        base = self.table.rows + self.first_row(v) + i * ROW_BLOCK
 
-        def block(i: jax.Array, _: None) -> None:
-            rows = pl.ds(pl.multiple_of(i * ROW_BLOCK, ROW_BLOCK), ROW_BLOCK)
-            if spec.tiles > 1:
-                r["y"][rows, :] = jnp.zeros((ROW_BLOCK, spec.hidden), jnp.float32)
-            if spec.dispatch == "ag_fp8":
-                self.unpack_block(v, i, rows)
-                return
-            if spec.lora:
-                self.each_row(functools.partial(slot, i))
-            halves = unpack_rows(r["xg"][p, i].reshape(ROW_BLOCK, half))
-            kept = r["xb"] if "xb" in r else (r["xs"] if spec.recipe != "w8a8" else None)
-            if kept is not None:
-                for j, part in enumerate(halves):
-                    kept[rows, j * half : (j + 1) * half] = part.astype(jnp.bfloat16)
-            if spec.recipe == "w8a8":
-                self.quantize_block(rows, halves)
+        def row(j: jax.Array | int) -> None:
+            value = r["tab"][self.table.slots + r["tab"][base + j]]
+            r["row_slot"][pl.ds(i * ROW_BLOCK + j, 1), :] = jnp.full((1, LANES), value, jnp.int32)
 
-        lax.fori_loop(0, self.row_blocks(v), block, None)
+        self.each_row(row)
 
-    def unpack_block(self, v: jax.Array, i: jax.Array, rows: Any) -> None:
+    def unpack_block(self, v: jax.Array, i: jax.Array | int, rows: Any) -> None:
         """Rows that were quantised at their source: w8a8 multiplies the codes, w8a16 the rows they stand for."""
         spec, r = self.spec, self.r
         p = lax.rem(v, self.blocks.xbuf)
@@ -278,18 +300,22 @@ class _Kernel:
 
     # -- one tile ---------------------------------------------------------------------------------------------
 
-    def tile(self, height: int, f: jax.Array, slot: jax.Array) -> None:
+    def tile(self, height: int, v: jax.Array, f: jax.Array, slot: jax.Array) -> None:
         """GMM1, LoRA, activation, quantise, GMM2 of `height` rows and one f tile."""
         rows = slice(0, height)
+        if self.spec.stages_in_tile and self.spec.does("gather"):
+            for i in range(-(-height // ROW_BLOCK)):
+                self.stage_block(v, i)
+        if self.spec.lora and self.spec.tiles == 1:
+            self.shrink(height, v)
         if self.spec.block_scales:
-            self.block_tile(rows, f, slot)
+            self.block_tile(rows, v, f, slot)
             return
         # A few columns at a time: their pre-activations stay in registers.
         pieces = [self.hidden_columns(rows, f, slot, c, w) for c, w in _chunks(self.blocks.bf, G_CHUNK)]
         h = jnp.concatenate(pieces, axis=1)
-        if self.spec.lora:
-            self.r["us"][rows, :] += _dot_nt(h, self.stack("la2", f))
-        self.down(rows, h, slot)
+        shrunk = self.shrink_hidden(rows, v, [_dot_nt(h, self.stack("la2", f))]) if self.spec.lora else None
+        self.down(rows, v, h, slot, shrunk)
 
     def hidden_columns(self, rows: slice, f: jax.Array, slot: jax.Array, first: int, width: int) -> jax.Array:
         """bf16 ``[rows, width]``: activated columns of one f tile from `first` on."""
@@ -300,11 +326,22 @@ class _Kernel:
         if spec.has_bias:
             g = [x + r["b13v"][slot, :, c] for x, c in zip(g, parts, strict=True)]
         if spec.lora:
-            a = spec.lanes
-            for j, c in enumerate(parts):
-                shrunk = [r["vs"][i, rows, j * a : (j + 1) * a] for i in range(2)]
-                g[j] = g[j] + self.expand(shrunk, self.stack("lb13", f, columns=c))
+            g = [x + d for x, d in zip(g, self.expand_hidden(rows, f, parts), strict=True)]
         return apply_activation(spec.activation, g[0], g[1] if spec.gated else None).astype(jnp.bfloat16)
+
+    def expand_hidden(self, rows: slice, f: jax.Array, parts: list[slice]) -> list[jax.Array]:
+        """What adapters add to the pre-activations of each range of columns."""
+        a = self.spec.lanes
+        shrunk = [[self.r["vs"][i, rows, j * a : (j + 1) * a] for i in range(2)] for j in range(self.spec.halves)]
+        return [self.expand(x, self.stack("lb13", f, columns=c)) for x, c in zip(shrunk, parts, strict=True)]
+
+    def shrink_hidden(self, rows: slice, v: jax.Array, parts: list[jax.Array]) -> Any:
+        """Add a tile's hidden columns, shrunk in `parts`, to the sum over tiles; of the only one, both its terms."""
+        part = functools.reduce(jnp.add, parts)
+        if self.spec.tiles == 1:
+            return split_bf16(jnp.where(self.row_mask(v, rows), part, 0.0))
+        self.r["us"][rows, :] += part
+        return None
 
     def gate_up(self, rows: slice, slot: jax.Array, parts: list[slice]) -> list[jax.Array]:
         """float32 pre-activations of each range of columns."""
@@ -315,7 +352,7 @@ class _Kernel:
             g = [x * sx for x in g]
         return [x * r["s13v"][slot, :, c] for x, c in zip(g, parts, strict=True)] if spec.quantized else g
 
-    def down(self, rows: slice, h: jax.Array, slot: jax.Array) -> None:
+    def down(self, rows: slice, v: jax.Array, h: jax.Array, slot: jax.Array, shrunk: Any) -> None:
         """Add ``h @ w2`` of one f tile to the results."""
         spec, r = self.spec, self.r
         scale = None
@@ -325,35 +362,56 @@ class _Kernel:
             else:
                 h, scale = quantize_rows(h.astype(jnp.float32))
         for n, w in _chunks(spec.hidden, N_CHUNK):
+            columns = slice(n, n + w)
+            delta = self.expand_result(shrunk, columns)
             out = _dot(h, r["w2v"][slot, :, n : n + w])
             if scale is not None:
                 out = out * scale
             if spec.tiles == 1:
-                r["y"][rows, n : n + w] = out  # the only tile: nothing to add to
+                r["y"][rows, columns] = self.finished(v, out, columns, delta)
             else:
-                r["y"][rows, n : n + w] += out
+                r["y"][rows, columns] += out
+
+    def expand_result(self, shrunk: Any, columns: slice) -> jax.Array | None:
+        """What adapters add to a range of result columns; None without adapters."""
+        return None if shrunk is None else self.expand(shrunk, self.stack("lb2", columns=columns))
+
+    def finished(self, v: jax.Array, value: jax.Array, columns: slice, delta: jax.Array | None) -> jax.Array:
+        """Sums over all tiles with what an expert's columns have once: scale, bias, what adapters add."""
+        spec, r = self.spec, self.r
+        visit_slot = lax.rem(v, 2)
+        if spec.quantized and not spec.block_scales:
+            value = value * r["s2v"][visit_slot, :, columns]
+        if spec.has_bias:
+            value = value + r["b2v"][visit_slot, :, columns]
+        return value if delta is None else value + delta
 
     # -- one tile with block scales: each 128 rows of weights have their own, and so has what multiplies them ---
 
-    def block_tile(self, rows: slice, f: jax.Array, slot: jax.Array) -> None:
+    def block_tile(self, rows: slice, v: jax.Array, f: jax.Array, slot: jax.Array) -> None:
         """`tile`, some columns at a time, so that their sums stay in registers over all blocks of H."""
         spec, r, bf = self.spec, self.r, self.blocks.bf
         groups: list[tuple[jax.Array, jax.Array | None]] = []
+        parts = []
         for first, width in _chunks(bf, BLOCK_G_CHUNK):
             h = self.hidden_columns(rows, f, slot, first, width)
             if spec.lora:
-                a2 = self.stack("la2", f, columns=slice(first, first + width))
-                r["us"][rows, :] += _dot_nt(h, a2)
+                parts.append(_dot_nt(h, self.stack("la2", f, columns=slice(first, first + width))))
             for k in range(0, width, LANES):
                 part = h[:, k : k + LANES]
                 groups.append(quantize_rows(part.astype(jnp.float32)) if spec.recipe == "w8a8" else (part, None))
+        shrunk = self.shrink_hidden(rows, v, parts) if spec.lora else None
         for n, w in _chunks(spec.hidden, BLOCK_N_CHUNK):
-            y = r["y"][rows, n : n + w] if spec.tiles > 1 else None
+            columns = slice(n, n + w)
+            y = r["y"][rows, columns] if spec.tiles > 1 else None
             for k, (part, scale) in enumerate(groups):
-                out = _dot(part, r["w2v"][slot, k * LANES : (k + 1) * LANES, n : n + w])
+                out = _dot(part, r["w2v"][slot, k * LANES : (k + 1) * LANES, columns])
                 out = self.scaled(out, scale, [r["s2v"][slot, k, b] for b in range(n // LANES, (n + w) // LANES)])
                 y = out if y is None else y + out
-            r["y"][rows, n : n + w] = y
+            assert y is not None
+            if spec.tiles == 1:
+                y = self.finished(v, y, columns, self.expand_result(shrunk, columns))
+            r["y"][rows, columns] = y
 
     def block_gate_up(self, rows: slice, slot: jax.Array, first: int, width: int) -> list[jax.Array]:
         spec, r, bf = self.spec, self.r, self.blocks.bf
@@ -385,49 +443,53 @@ class _Kernel:
 
     # -- adapters ---------------------------------------------------------------------------------------------
 
-    def lora_copies(self, v: jax.Array, i: jax.Array, stage: int) -> list[Any]:
-        """Copies of pair i: stage 0 brings A13, 1 brings B13 and A2, 2 brings B2."""
-        spec, r = self.spec, self.r
-        lora = spec.lora
+    @property
+    def lora_stages(self) -> list[list[str]]:
+        """Operands of a pair in the order they are used; copies of one stage start, and are waited for, together.
+
+        A stage starts as soon as the visit before has used the last: the only tile uses all at once.
+        """
+        stages = [["a13"], ["lora_b13", "a2"], ["lora_b2"]]
+        return stages if self.spec.tiles > 1 else [functools.reduce(list.__add__, stages)]
+
+    def lora_copies(self, v: jax.Array, run: jax.Array, stage: int) -> list[Any]:
+        """Copies of a run of adapters."""
+        r, lora = self.r, self.spec.lora
         assert lora is not None
-        e, slot, sem = self.expert(v), self.pair_slot(v, i), r["lora_sem"].at[stage]
-        if stage == 0:
-            return [pltpu.make_async_copy(r["a13"].at[slot, 0 if lora.shared_a13 else e], r["la13"].at[i], sem)]
-        if stage == 1:
-            return [
-                pltpu.make_async_copy(r["lora_b13"].at[slot, e], r["lb13"].at[i], sem),
-                pltpu.make_async_copy(r["a2"].at[slot, e], r["la2"].at[i], sem),
-            ]
-        return [pltpu.make_async_copy(r["lora_b2"].at[slot, 0 if lora.shared_b2 else e], r["lb2"].at[i], sem)]
+        place = self.visit(v, 6 + 2 * run)
+        count = self.visit(v, 7 + 2 * run) - place
+        slots, places = pl.ds(self.first_slot(v) + place, count), pl.ds(place, count)
+        once = {"a13": lora.shared_a13, "lora_b2": lora.shared_b2}
+        return [
+            pltpu.make_async_copy(
+                r[name].at[slots, 0 if once.get(name) else self.expert(v)], r[STACKS[name]].at[places],
+                r["lora_sem"].at[stage],
+            )
+            for name in self.lora_stages[stage]
+        ]
 
     def start_pairs(self, v: jax.Array, stage: int) -> None:
-        n = self.pair_count(v)
-
-        def start(i: jax.Array) -> None:
-            for copy in self.lora_copies(v, i, stage):
+        def start(run: jax.Array, _: None) -> None:
+            for copy in self.lora_copies(v, run, stage):
                 copy.start()
 
-        self.in_blocks(n, PAIR_BLOCK, lambda i: pl.when(i < n)(functools.partial(start, i)))
+        lax.fori_loop(0, self.visit(v, 5), start, None)
 
     def wait_pairs(self, v: jax.Array, stage: int) -> None:
         """Wait for all pairs' copies of one stage: for their bytes."""
-        r, n = self.r, self.pair_count(v)
-        got = (
-            [r["la13"].at[pl.ds(0, n)]],
-            [r["lb13"].at[pl.ds(0, n)], r["la2"].at[pl.ds(0, n)]],
-            [r["lb2"].at[pl.ds(0, n)]],
-        )[stage]
+        n = self.pair_count(v)
 
         @pl.when(n > 0)
         def _() -> None:
-            for part in got:
-                pltpu.make_async_copy(part, part, r["lora_sem"].at[stage]).wait()
+            for name in self.lora_stages[stage]:
+                part = self.r[STACKS[name]].at[pl.ds(0, n)]
+                pltpu.make_async_copy(part, part, self.r["lora_sem"].at[stage]).wait()
 
     def clear_adapters(self) -> None:
         """Zero the stack once, so that lanes no pair fills stay finite."""
 
         def pair(i: jax.Array, _: None) -> None:
-            for name in ("la13", "lb13", "la2", "lb2"):
+            for name in STACKS.values():
                 self.r[name][i] = jnp.zeros(self.r[name].shape[1:], jnp.int32)
 
         lax.fori_loop(0, self.spec.stacked, pair, None)
@@ -438,9 +500,7 @@ class _Kernel:
         assert spec.lora is not None
         # lax.div, as `//` would make the lowering ask which TPU this is.
         place = lax.div(lax.broadcasted_iota(jnp.int32, (1, spec.lanes), 1), spec.lora.rank)
-        slot = jnp.full((1, spec.lanes), -2, jnp.int32)
-        for i in range(self.blocks.pairs):
-            slot = jnp.where((place == i) & (i < self.pair_count(v)), self.pair_slot(v, i), slot)
+        slot = place + self.first_slot(v)
         own = self.r["row_slot"][rows, :]
         parts = [own == slot[:, n : n + w] for n, w in _chunks(spec.lanes, LANES)]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -460,74 +520,81 @@ class _Kernel:
         a = spec.lanes
         source = r["xb"] if "xb" in r else r["xs"]
         mask = self.row_mask(v, slice(0, height))
-        both = jnp.concatenate([self.stack("la13", j) for j in range(spec.halves)], axis=0)
-        shrunk = _dot_nt(source[0:height, :], both)
         for j in range(spec.halves):
-            columns = slice(j * a, (j + 1) * a)
-            for i, part in enumerate(split_bf16(jnp.where(mask, shrunk[:, columns], 0.0))):
-                r["vs"][i, 0:height, columns] = part
-        r["us"][0:height, :] = jnp.zeros((height, a), jnp.float32)
+            shrunk = _dot_nt(source[0:height, :], self.stack("la13", j))
+            for i, part in enumerate(split_bf16(jnp.where(mask, shrunk, 0.0))):
+                r["vs"][i, 0:height, j * a : (j + 1) * a] = part
+        if spec.tiles > 1:
+            r["us"][0:height, :] = jnp.zeros((height, a), jnp.float32)
 
     # -- results ----------------------------------------------------------------------------------------------
 
-    def result_chunk(self, v: jax.Array, first: jax.Array, q: jax.Array) -> None:
-        """Finish `stage` rows (scale, bias, LoRA) and round them into the send buffer."""
-        spec, r, stage = self.spec, self.r, self.blocks.stage
-        rows = pl.ds(pl.multiple_of(first, stage), stage)
-        shrunk = None
-        if spec.lora:
-            mask = self.row_mask(v, rows)
-            shrunk = split_bf16(jnp.where(mask, r["us"][rows, :], 0.0))
-        visit_slot = lax.rem(v, 2)
+    def result_chunk(self, v: jax.Array, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
+        """Finish `length` rows and round them into the send buffer, some rows at a time."""
+        block = self.spec.finish_rows
+        for at in range(0, self.blocks.stage, block):
+            pl.when(length > at)(functools.partial(self.result_rows, v, first, at, q))
+
+    def result_rows(self, v: jax.Array, first: jax.Array, at: int, q: jax.Array) -> None:
+        spec, r, block = self.spec, self.r, self.spec.finish_rows
+        rows, sent = pl.ds(pl.multiple_of(first + at, block), block), slice(at, at + block)
         # All columns at once: a row of the send buffer is whole tiles, which part of one would be merged into.
         value = r["y"][rows, :]
-        if spec.quantized and not spec.block_scales:
-            value = value * r["s2v"][visit_slot]
-        if spec.has_bias:
-            value = value + r["b2v"][visit_slot]
-        if shrunk is not None:
-            value = value + self.expand(shrunk, self.stack("lb2"))
+        if spec.tiles > 1:
+            shrunk = None
+            if spec.lora:
+                shrunk = split_bf16(jnp.where(self.row_mask(v, rows), r["us"][rows, :], 0.0))
+            value = self.finished(v, value, slice(None), self.expand_result(shrunk, slice(None)))
         if spec.fp8_wire:
-            r["y"][rows, :] = value
+            if spec.tiles > 1:
+                r["y"][rows, :] = value
             scale = fp8_scale(jnp.max(jnp.abs(value), axis=1, keepdims=True))
-            r["st_scale"][q] = jnp.broadcast_to(scale, (stage, LANES)).reshape(stage, 1, LANES)
+            r["st_scale"][q, sent] = jnp.broadcast_to(scale, (block, LANES)).reshape(block, 1, LANES)
             value = cast_rows(r["y"][rows, :], 1.0 / scale)
         else:
             value = value.astype(jnp.bfloat16)
-        r["st"][q] = value.reshape(stage, spec.hidden // LANES, LANES)
+        r["st"][q, sent] = value.reshape(block, spec.hidden // LANES, LANES)
 
     def push_runs(self, segment: jax.Array, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
         """Send `length` sorted rows of a segment, from `first` on, to their owners, a run for each."""
-        cells, arrivals = (at + segment * self.spec.ep for at in (self.table.cells, self.table.arrivals))
-        tab, last = self.r["tab"], first + length
+        cells, shifts = (at + segment * self.spec.ep for at in (self.table.cells, self.table.shifts))
+        tab, last, ep = self.r["tab"], first + length, self.spec.ep
 
-        def rows_of(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
-            row = jnp.maximum(tab[cells + owner], first)
-            return row, jnp.minimum(tab[cells + owner + 1], last) - row
+        def begin(owner: jax.Array) -> jax.Array:
+            """The first of these rows that goes to an owner, or to one after it."""
+            return jnp.clip(tab[cells + owner], first, last)
 
-        def run(owner: jax.Array) -> None:
-            row, rows = rows_of(owner)
-            dest = tab[arrivals + owner] + row - tab[cells + owner]
-            self.shipping.send(q, row - first, rows, owner, owner == self.rank, dest)
+        def dest(owner: jax.Array, row: jax.Array) -> jax.Array:
+            return tab[shifts + owner] + row
 
-        self.in_blocks(jnp.int32(self.spec.ep), math.gcd(self.spec.ep, RUN_BLOCK), run)
-        kept = jnp.maximum(rows_of(self.rank)[1], 0)
+        def run(owner: jax.Array, row: jax.Array) -> jax.Array:
+            end = begin(owner + 1)
+            away = jnp.where(owner == self.rank, 0, end - row)
+            self.shipping.send(q, row - first, away, owner, dest(owner, row))
+            return end
+
+        if self.shipping.remote:
+            self.in_blocks(jnp.int32(ep), math.gcd(ep, RUN_BLOCK), run, first)
+        own = begin(self.rank)
+        kept = begin(self.rank + 1) - own
+        self.shipping.keep(q, own - first, kept, dest(self.rank, own))
         self.shipping.note(q, kept, length - kept)
 
-    def in_blocks(self, count: jax.Array, block: int, body: Any) -> None:
-        """Run ``body(i)`` for i below `count` rounded up to a multiple of `block`, so many unrolled.
+    def in_blocks(self, count: jax.Array, block: int, body: Any, carry: jax.Array) -> None:
+        """Run ``carry = body(i, carry)`` for i below `count`, a multiple of `block`, so many unrolled.
 
         Unrolled, the loads of one hide those of another; in the interpreter that would only grow the program.
         """
         if self.interpreted:
-            lax.fori_loop(0, lax.div(count + (block - 1), block) * block, lambda i, _: body(i), None)
+            lax.fori_loop(0, count, body, carry)
             return
 
-        def some(i: jax.Array, _: None) -> None:
+        def some(i: jax.Array, carry: jax.Array) -> jax.Array:
             for j in range(block):
-                body(i * block + j)
+                carry = body(i * block + j, carry)
+            return carry
 
-        lax.fori_loop(0, lax.div(count + (block - 1), block), some, None)
+        lax.fori_loop(0, lax.div(count, block), some, carry)
 
     def ship(self, v: jax.Array) -> None:
         r, stage = self.r, self.blocks.stage
@@ -537,8 +604,8 @@ class _Kernel:
             q = lax.rem(first_chunk + c, 2)
             first = c * stage
             self.shipping.drain(q)
-            self.result_chunk(v, first, q)
             length = jnp.minimum(stage, count - first)
+            self.result_chunk(v, first, length, q)
             if self.spec.pushes:
                 self.push_runs(self.visit(v, 0), first_row + first, length, q)
             else:
@@ -568,8 +635,8 @@ class _Kernel:
             if spec.does("weights"):
                 self.visit_weights(first, "start")
             if spec.lora and spec.does("adapters"):
-                self.start_pairs(first, 0)
-                self.start_pairs(first, 1)
+                for stage in range(len(self.lora_stages[:2])):
+                    self.start_pairs(first, stage)
 
         self.shipping.enter()
 
@@ -594,15 +661,18 @@ class _Kernel:
         if spec.does("gather"):
             if self.blocks.xbuf == 2:
                 ahead(self.start_gather)
-            self.stage_rows(v)
+            if not spec.stages_in_tile:
+                self.stage_rows(v)
             if self.blocks.xbuf == 1:
                 ahead(self.start_gather)
-        if pairs:
+        split = spec.tiles > 1
+        if pairs and split:
             self.start_pairs(v, 2)
-            self.wait_pairs(v, 0)
-        if spec.lora and dots:
-            self.by_height(v, functools.partial(self.shrink, v=v))
         if pairs:
+            self.wait_pairs(v, 0)
+        if spec.lora and split and dots:
+            self.by_height(v, functools.partial(self.shrink, v=v))
+        if pairs and split:
             ahead(self.start_pairs, 0)
             self.wait_pairs(v, 1)
 
@@ -613,12 +683,13 @@ class _Kernel:
                 pl.when(later < self.visits * spec.tiles)(functools.partial(self.start_weights, later))
                 self.wait_weights(s)
             if dots:
-                self.by_height(v, functools.partial(self.tile, f=f, slot=lax.rem(s, nbuf)))
+                self.by_height(v, functools.partial(self.tile, v=v, f=f, slot=lax.rem(s, nbuf)))
 
         if weights or dots:
             lax.fori_loop(0, spec.tiles, step, None)
         if pairs:
-            ahead(self.start_pairs, 1)
+            ahead(self.start_pairs, 1 if split else 0)
+        if pairs and split:
             self.wait_pairs(v, 2)
         if spec.does("ship"):
             self.ship(v)

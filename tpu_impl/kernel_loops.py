@@ -8,14 +8,15 @@ the tile loop (`llo`).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
-from .llo import Loop, Schedule
+from .llo import Schedule
 from .spec import KernelSpec
 from .time_model import VisitCost
 
-ADAPTER_LOOPS = (2, 1)
-"""Adapter DMA loops before and after the tiles."""
+ADAPTER_LOOPS = {True: (2, 1), False: (0, 1)}
+"""Adapter DMA loops before and after the tiles, by whether there are several."""
 
 
 @dataclass(frozen=True)
@@ -59,41 +60,42 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
     outer = [x for x in schedule.loops if x.depth == 1]
     visit = max(outer, key=lambda x: x.bundles)
     children = schedule.children(visit)
-    before, after = ADAPTER_LOOPS if spec.lora else (0, 0)
-    want = 3 + before + after + (spec.tiles > 1)
+    before, after = ADAPTER_LOOPS[spec.tiles > 1] if spec.lora else (0, 0)
+    staging = int(not spec.stages_in_tile)
+    want = 2 + staging + before + after + (spec.tiles > 1)
     if len(children) != want:
         sizes = ", ".join(str(x.bundles) for x in children)
         raise RuntimeError(f"schedule: got {len(children)} loops in a visit ({sizes} bundles), want {want}")
-    first, second, ship = children[0], children[1], children[-1]
-    gather, stage = (first, second) if spec.blocks.xbuf == 2 else (second, first)
-    adapters = [*children[2 : 2 + before], *(children[-1 - after : -1] if after else [])]
+    ship = children[-1]
+    rows = children[: 1 + staging]  # gather and staging, in the order they start
+    gather, stage = (rows[0], rows[-1]) if spec.blocks.xbuf == 2 else (rows[-1], rows[0])
+    adapters = [*children[len(rows) : len(rows) + before], *(children[-1 - after : -1] if after else [])]
     heights = len(spec.blocks.rungs)
 
     if spec.tiles > 1:
-        tile = children[2 + before]
+        tile = children[len(rows) + before]
         bodies = _bodies(tile.start, tile.end, tile.landings, heights)
         once = tile.bundles - sum(b - a for a, b in bodies)
     else:
-        previous = children[1 + before]
-        following = children[2 + before]
+        previous, following = children[len(rows) + before - 1], children[len(rows) + before]
         bodies, once = _bodies(previous.end, following.start, visit.landings, heights), 0
     shrink: list[tuple[int, int]] = []
-    if spec.lora:
+    if spec.lora and spec.tiles > 1:
         # Between the copies of this visit's B2 and of the next one's A13.
         shrink = _bodies(children[2].end, children[3].start, visit.landings, heights)
-    run = _inner(schedule, ship)
+    # The largest conditional bodies before the runs: waits for earlier sends have some of their own.
+    pieces = spec.blocks.stage // spec.finish_rows
+    ends = [ship.start, *ship.landings]
+    finish = sum(sorted(b - a for a, b in itertools.pairwise(ends))[-pieces:]) // pieces
+    run = max((x.bundles for x in schedule.children(ship)), default=0)
     own = visit.bundles - sum(x.bundles for x in children) - sum(b - a for a, b in shrink)
     if spec.tiles == 1:
         own -= sum(b - a for a, b in bodies)
     own += outer[0].bundles  # lists a visit
     cost = VisitCost(
-        own, gather.bundles, stage.bundles, ship.bundles, run.bundles if run else 0, sum(x.bundles for x in adapters),
-        tuple(b - a + once for a, b in bodies), tuple(b - a for a, b in shrink),
+        own, gather.bundles, stage.bundles * staging, ship.bundles - pieces * finish, finish, run,
+        sum(x.bundles for x in adapters), tuple(b - a + once for a, b in bodies), tuple(b - a for a, b in shrink),
     )
     issued = tile.mxu_share if spec.tiles > 1 else visit.mxu_share
     return KernelLoops(cost, tuple(schedule.spills_between(a, b) for a, b in bodies), issued)
 
-
-def _inner(schedule: Schedule, loop: Loop) -> Loop | None:
-    inside = schedule.children(loop)
-    return max(inside, key=lambda x: x.bundles) if inside else None

@@ -218,7 +218,7 @@ def _table(
     cells = jnp.sum(jnp.where(earlier, ends[:, None], at[:, None]) - at[0], axis=2, dtype=jnp.int32)
     parts = [jnp.stack([rank, arriving]), cells.reshape(-1)]
     if spec.pushes:
-        parts.append(at.reshape(-1))
+        parts.append((at - cells).reshape(-1))
     parts += [lax.div(order, spec.top_k), jnp.zeros((ROW_BLOCK,), jnp.int32)]
     table = jnp.concatenate([*parts, *(part.reshape(-1) for part in adapters)])
     assert table.shape == (spec.table.size,) and table.dtype == jnp.int32, (table.shape, table.dtype, spec.table)

@@ -214,11 +214,10 @@ class _Kernel:
             length = jnp.maximum(jnp.minimum(self.r["tab"][self.t.owners + d + 1], high) - start, 0)
             dest = self.rank * (self.spec.tokens // self.spec.ep) + start - begin
 
-            @pl.when(length > 0)
-            def _() -> None:
-                self.shipping.send(q, start - low, length, d, d == self.rank, dest)
-
             kept = jnp.where(d == self.rank, length, 0)
+            self.shipping.keep(q, start - low, kept, dest)
+            if self.shipping.remote:
+                self.shipping.send(q, start - low, length - kept, d, dest)
             return sums[0] + kept, sums[1] + length - kept
 
         zero = jnp.int32(0)

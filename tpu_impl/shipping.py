@@ -81,32 +81,33 @@ class Shipping:
             count = r["lens"][2 * q + i]
             pl.when(count > 0)(functools.partial(wait, sem, count))
 
-    def send(
-        self, q: jax.Array, row: jax.Array, length: jax.Array, owner: jax.Array, here: jax.Array, dest: jax.Array
-    ) -> None:
-        """Start one run: `length` rows of half `q` from `row` on, if any, to row `dest` of the owner's results.
+    def keep(self, q: jax.Array, row: jax.Array, length: jax.Array, dest: jax.Array) -> None:
+        """Start a run of `length` rows of half `q` from `row` on, if any, to row `dest` of this device's results."""
 
-        Give `note` how many rows a half's runs send.
+        @pl.when(length > 0)
+        def _() -> None:
+            for source, target in self._ends(q, row, length, dest):
+                pltpu.make_async_copy(source, target, self.r["out_sem"].at[q]).start()
+
+    def send(self, q: jax.Array, row: jax.Array, length: jax.Array, owner: jax.Array, dest: jax.Array) -> None:
+        """The same to another device's results.
+
+        Give `note` how many rows a half's runs keep and send.
         """
+
+        @pl.when(length > 0)
+        def _() -> None:
+            for source, target in self._ends(q, row, length, dest):
+                pltpu.make_async_remote_copy(
+                    source, target, self.r["send_sem"].at[q], self.r["recv_sem"].at[0],
+                    device_id={self.axis: owner}, device_id_type=pl.DeviceIdType.MESH,
+                ).start()
+
+    def _ends(self, q: jax.Array, row: jax.Array, length: jax.Array, dest: jax.Array) -> list[tuple[Any, Any]]:
         r = self.r
-        copies = [
+        return [
             (r[buffer].at[q, pl.ds(row, length)], r[result].at[pl.ds(dest, length)]) for buffer, result in self.pairs
         ]
-
-        @pl.when(here & (length > 0))
-        def _() -> None:
-            for source, target in copies:
-                pltpu.make_async_copy(source, target, r["out_sem"].at[q]).start()
-
-        if self.remote:
-
-            @pl.when(jnp.logical_not(here) & (length > 0))
-            def _() -> None:
-                for source, target in copies:
-                    pltpu.make_async_remote_copy(
-                        source, target, r["send_sem"].at[q], r["recv_sem"].at[0],
-                        device_id={self.axis: owner}, device_id_type=pl.DeviceIdType.MESH,
-                    ).start()
 
     def note(self, q: jax.Array, kept: jax.Array, sent: jax.Array | int) -> None:
         """Rows that half `q` has under way now."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 ROW_BLOCK = 32
 """Rows staged at a time; the sublane tile of 8-bit data."""
-PAIR_BLOCK = RUN_BLOCK = 8
-"""Adapters whose copies, and owners to whom rows, are started together."""
+RUN_BLOCK = 8
+"""Owners to whom rows are started together."""
 LANES = 128
 SUBLANES = 8
 BF16_SUBLANES = 16
@@ -263,6 +263,17 @@ class KernelSpec:
         return self.inter // self.blocks.bf
 
     @property
+    def stages_in_tile(self) -> bool:
+        """Whether rows are unpacked beside the dots: in an expert's only tile, of few rows, each height has its own."""
+        return self.tiles == 1 and self.blocks.rows <= 2 * ROW_BLOCK and self.blocks.xbuf == 2
+
+    @property
+    def finish_rows(self) -> int:
+        """Result rows rounded at a time: few, as a visit's last are seldom many; where adapters are added to them, all
+        that are sent together, as B2 is loaded for each."""
+        return self.blocks.stage if self.lora and self.tiles > 1 else ROW_BLOCK
+
+    @property
     def capacity(self) -> int:
         """Rows this device may have to compute: every pair may be routed here."""
         return self.tokens * self.top_k
@@ -298,13 +309,14 @@ class KernelSpec:
 
     @property
     def visit_width(self) -> int:
-        """Words of a visit: segment, first sorted row, row count, first chunk, pair count, each pair's slot."""
-        return 5 + self.blocks.pairs
+        """Words of a visit: segment, first sorted row, row count, first chunk; with adapters how many pairs, how many
+        runs of neighbouring slots these are, and the places where presence changes."""
+        return 4 + (3 + self.blocks.pairs if self.lora else 0)
 
     @property
     def present_words(self) -> int:
-        """Words that say which adapters an expert has rows of, a bit each."""
-        return -(-self.lora.slots // 32) if self.lora else 0
+        """Words that say which adapters an expert has rows of, a bit each, also where a group has room for more."""
+        return -(-self.groups * self.blocks.pairs // 32) if self.lora else 0
 
     @property
     def scale_lanes(self) -> int:
@@ -333,13 +345,14 @@ class TableLayout:
 
     Header: this device's rank, and how many rows arrive from other devices. Rows are sorted by (segment, pair), so
     those of one segment whose tokens one device owns are contiguous: a cell, (segment s, owner o) at ``s * ep + o``.
-    `cells`: the first sorted row of each, then the number of rows. `arrivals`, where results are pushed: the arrival
-    row of each cell's first row at its owner. `rows`: the token of each sorted row. `slots`, where there are
-    adapters: the slot of each token, -1 for none. `present`: for each expert, the slots its rows use as bits.
+    `cells`: the first sorted row of each, then the number of rows. `shifts`, where results are pushed: how far from
+    their sorted place here the rows of each arrive at their owner. `rows`: the token of each sorted row. `slots`,
+    where there are adapters: the slot of each token, -1 for none. `present`: for each expert, the slots its rows use
+    as bits.
     """
 
     cells: int
-    arrivals: int
+    shifts: int
     rows: int
     slots: int
     present: int
@@ -351,13 +364,13 @@ class TableLayout:
     def of(cls, spec: KernelSpec) -> TableLayout:
         # One segment more, where the last one ends.
         cells = (spec.segments + 1) * spec.ep
-        arrivals = cls.HEADER + cells
-        rows = arrivals + (cells if spec.pushes else 0)
+        shifts = cls.HEADER + cells
+        rows = shifts + (cells if spec.pushes else 0)
         # Rows are gathered 32 at a time, so the last block may read past the last row.
         slots = rows + spec.capacity + ROW_BLOCK
         present = slots + (spec.tokens if spec.lora else 0)
         size = present + spec.experts * spec.present_words
-        return cls(cls.HEADER, arrivals, rows, slots, present, size)
+        return cls(cls.HEADER, shifts, rows, slots, present, size)
 
 
 def scratch(spec: KernelSpec) -> list[Buffer]:
@@ -407,9 +420,10 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
             Buffer("lb2", "vmem", (spec.stacked, spec.lora.words, h), "int32"),
             Buffer("row_slot", "vmem", (rows, LANES), "int32"),
             Buffer("vs", "vmem", (2, rows, spec.halves * a), "bfloat16"),
-            Buffer("us", "vmem", (rows, a), "float32"),
             Buffer("lora_sem", "dma", (3,)),
         ]
+        if spec.tiles > 1:
+            out.append(Buffer("us", "vmem", (rows, a), "float32"))
     return out
 
 

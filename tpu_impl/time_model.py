@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from ..common.config import FusedMoEConfig
 from .generations import Generation
 from .links import Fabric, Traffic, dispatch_us, share_reached, total_us, transport_us
-from .spec import LANES, PAIR_BLOCK, ROW_BLOCK, RUN_BLOCK, KernelSpec
+from .spec import LANES, ROW_BLOCK, RUN_BLOCK, KernelSpec
 from .xla_ops import Glue
 
 HOP_US = 1.0
@@ -49,18 +49,20 @@ class VisitCost:
 
     Attributes:
       visit: once.
-      gather, stage: a block of 32 rows.
+      gather, stage: a block of 32 rows; where rows are staged in the tile, it includes that.
       ship: a chunk of `Blocks.stage` rows.
+      finish: each `KernelSpec.finish_rows` of its rows.
       run: a further `RUN_BLOCK` owners that a chunk's rows may go to.
-      pair: `PAIR_BLOCK` adapters of the visit.
+      pair: a run of adapters in neighbouring slots.
       tile: one f tile at each height of `Blocks.rungs`.
-      shrink: the adapters' first dots at each height; empty without adapters.
+      shrink: the adapters' first dots at each height; empty without adapters, and where the only tile includes them.
     """
 
     visit: int
     gather: int
     stage: int
     ship: int
+    finish: int
     run: int
     pair: int
     tile: tuple[int, ...]
@@ -127,6 +129,16 @@ def present_pairs(spec: KernelSpec, rows: float) -> float:
     return spec.lora.slots * (1 - (1 - 1 / spec.lora.slots) ** rows)
 
 
+def present_runs(spec: KernelSpec, rows: float) -> float:
+    """Runs of neighbouring slots among a visit's adapters, as `present_pairs`: slots that are there, the one before
+    them not."""
+    if spec.lora is None:
+        return 0.0
+    slots = spec.lora.slots
+    absent, both = (1 - 1 / slots) ** rows, (1 - min(2, slots) / slots) ** rows
+    return 1 - absent + (min(spec.blocks.pairs, slots) - 1) * (absent - both)
+
+
 def row_bytes(spec: KernelSpec) -> float:
     """HBM bytes of a routed row in and out."""
     item = 1 if spec.fp8_wire else 2
@@ -170,10 +182,10 @@ def visit_us(gen: Generation, clock: float, spec: KernelSpec, cost: VisitCost, r
     """Compute of one visit of `rows` rows."""
     blocks, chunks = -(-rows // ROW_BLOCK), -(-rows // spec.blocks.stage)
     i = cost.rung(spec, rows)
-    pairs = min(present_pairs(spec, rows), spec.blocks.pairs)
     own: float = cost.visit + blocks * (cost.gather + cost.stage) + chunks * cost.ship
+    own += -(-rows // spec.finish_rows) * cost.finish
     own += chunks * (spec.ep // math.gcd(spec.ep, RUN_BLOCK) - 1) * cost.run
-    own += math.ceil(pairs / PAIR_BLOCK) * cost.pair + (cost.shrink[i] if cost.shrink else 0)
+    own += present_runs(spec, rows) * cost.pair + (cost.shrink[i] if cost.shrink else 0)
     return own / clock / 1e3 + spec.tiles * tile_us(gen, clock, spec, cost.tile[i], spec.blocks.rungs[i])
 
 

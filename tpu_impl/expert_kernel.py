@@ -253,8 +253,11 @@ class _Kernel:
                     column = j * half + c * LANES
                     codes, scale = quantize_rows(part[:, c * LANES : (c + 1) * LANES])
                     r["xs"][rows, column : column + LANES] = codes
-                    group = column // LANES
-                    r["sx"][rows, group : group + 1] = scale
+                    if spec.spread_scales:
+                        r["sx"][rows, column : column + LANES] = jnp.broadcast_to(scale, (ROW_BLOCK, LANES))
+                    else:
+                        group = column // LANES
+                        r["sx"][rows, group : group + 1] = scale
             return
         codes, scale = quantize_rows(jnp.concatenate(halves, axis=1))
         r["xs"][rows, :] = codes
@@ -390,10 +393,11 @@ class _Kernel:
 
     def block_tile(self, rows: slice, v: jax.Array, f: jax.Array, slot: jax.Array) -> None:
         """`tile`, some columns at a time, so that their sums stay in registers over all blocks of H."""
-        spec, r, bf = self.spec, self.r, self.blocks.bf
+        spec, bf = self.spec, self.blocks.bf
         groups: list[tuple[jax.Array, jax.Array | None]] = []
-        parts = []
+        parts, done = [], 0
         for first, width in _chunks(bf, BLOCK_G_CHUNK):
+            done = len(groups)
             h = self.hidden_columns(rows, f, slot, first, width)
             if spec.lora:
                 parts.append(_dot_nt(h, self.stack("la2", f, columns=slice(first, first + width))))
@@ -401,15 +405,25 @@ class _Kernel:
                 part = h[:, k : k + LANES]
                 groups.append(quantize_rows(part.astype(jnp.float32)) if spec.recipe == "w8a8" else (part, None))
         shrunk = self.shrink_hidden(rows, v, parts) if spec.lora else None
+        # What the first columns add does not wait for the activation of the last.
+        passes = [p for p in (range(done), range(done, len(groups))) if p]
+        for p in passes:
+            self.block_down(rows, v, slot, {k: groups[k] for k in p}, shrunk, last=p is passes[-1])
+
+    def block_down(
+        self, rows: slice, v: jax.Array, slot: jax.Array, groups: dict[int, Any], shrunk: Any, *, last: bool
+    ) -> None:
+        """Add what some 128-blocks of a tile's hidden columns give to the results; the `last` pass finishes them."""
+        spec, r = self.spec, self.r
         for n, w in _chunks(spec.hidden, BLOCK_N_CHUNK):
             columns = slice(n, n + w)
-            y = r["y"][rows, columns] if spec.tiles > 1 else None
-            for k, (part, scale) in enumerate(groups):
+            y = r["y"][rows, columns] if spec.tiles > 1 or 0 not in groups else None
+            for k, (part, scale) in groups.items():
                 out = _dot(part, r["w2v"][slot, k * LANES : (k + 1) * LANES, columns])
                 out = self.scaled(out, scale, [r["s2v"][slot, k, b] for b in range(n // LANES, (n + w) // LANES)])
                 y = out if y is None else y + out
             assert y is not None
-            if spec.tiles == 1:
+            if spec.tiles == 1 and last:
                 y = self.finished(v, y, columns, self.expand_result(shrunk, columns))
             r["y"][rows, columns] = y
 
@@ -418,7 +432,9 @@ class _Kernel:
         g = [jnp.zeros((rows.stop, width), jnp.float32) for _ in range(spec.halves)]
         for k in range(spec.hidden // LANES):
             block = slice(k * LANES, (k + 1) * LANES)
-            sx = r["sx"][rows, k : k + 1] if spec.recipe == "w8a8" else None
+            sx = None
+            if spec.recipe == "w8a8":
+                sx = r["sx"][rows, block if spec.spread_scales else slice(k, k + 1)]
             for j in range(spec.halves):
                 c = j * bf + first
                 part = _dot(r["xs"][rows, block], r["w13v"][slot, block, c : c + width])

@@ -324,6 +324,12 @@ class KernelSpec:
         return round_up(self.hidden // LANES, LANES)
 
     @property
+    def spread_scales(self) -> bool:
+        """Whether a row's block scales lie in all lanes of their blocks: spreading them for each tile costs more time
+        than the room of a short panel is worth."""
+        return self.block_scales and self.blocks.rows <= 2 * ROW_BLOCK
+
+    @property
     def scale13_shape(self) -> tuple[int, int]:
         """Scales of a w13 tile: a column's each, or a row of blocks of H for 128 columns each."""
         columns = self.halves * self.blocks.bf
@@ -399,7 +405,8 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
         out.append(Buffer("s13v", space, (b.nbuf, *spec.scale13_shape), "float32"))
         out.append(Buffer("s2v", space, (b.nbuf if spec.block_scales else 2, *spec.scale2_shape), "float32"))
     if spec.dispatch == "ag_fp8" or (spec.recipe == "w8a8" and not spec.static_scales):
-        out.append(Buffer("sx", "vmem", (rows, spec.scale_lanes if spec.block_scales else LANES), "float32"))
+        width = LANES if not spec.block_scales else h if spec.spread_scales else spec.scale_lanes
+        out.append(Buffer("sx", "vmem", (rows, width), "float32"))
     if spec.has_bias:
         out += [
             Buffer("b13v", "vmem", (b.nbuf, 1, spec.halves * bf), "float32"),

@@ -43,7 +43,7 @@ from isomoe.cuda_impl import _runtime, fused_moe
 from isomoe.cuda_impl.bench import data, reference, regimes
 from isomoe.cuda_impl.bench.clock import GraphClock, Timing
 from isomoe.cuda_impl.bench.tune import hopper_off
-from isomoe.cuda_impl.moe import resolve_recipe
+from isomoe.cuda_impl.moe import declared_recipe
 from isomoe.cuda_impl.quantize import quantize_rows
 from isomoe.tests.conformance import Subject
 from isomoe.tests.matrix import UNEVEN, WIDE, Case, build
@@ -130,7 +130,7 @@ def check_production(quick: bool) -> None:
         layer = data.find_layer(name)
         weights, adapters = data.random_weights(layer, scheme, "cuda"), data.random_adapters(layer, LORA, "cuda")
         for tokens in (1, 64, 1024) if quick else (1, 64, 256, 1024, 8192):
-            batch = data.random_batch(layer, tokens, 0, "cuda", adapters=LORA.count, base_rows=True)
+            batch = data.random_batch(layer, tokens, 0, "cuda", adapters=LORA.count)
             for kernels in ("portable", "hopper") if hopper and recipe != "bf16" else ("portable",):
                 try:
                     with hopper_off(kernels == "portable"):
@@ -146,7 +146,12 @@ def production_case(batch: data.Batch, weights, adapters, recipe: str, clock: Gr
     """One batch with and without adapters: errors, bits and times."""
     assert batch.adapter_ids is not None
     used = batch.adapter_ids >= 0
-    declared = resolve_recipe(recipe, weights)
+    rank = {"base": 0, "lora": adapters.max_rank}
+    declared = {
+        label: declared_recipe(recipe, weights, batch.tokens, batch.topk_ids.shape[1], len(batch.expert_map)
+                               if batch.expert_map is not None else weights.num_experts, lora_rank=r)
+        for label, r in rank.items()
+    }  # fmt: skip
     figures: dict[str, object] = {}
     outputs, calls = [], {}
     for label, lora in (("base", None), ("lora", adapters)):
@@ -158,7 +163,7 @@ def production_case(batch: data.Batch, weights, adapters, recipe: str, clock: Gr
         outputs.append(call())
         figures[f"same_bits_{label}"] = bool(torch.equal(outputs[-1], call()))
         if batch.tokens <= 1024:
-            want = reference.layer_f32(batch, weights, declared, lora)
+            want = reference.layer_f32(batch, weights, declared[label], lora)
             figures[f"rel_l2_{label}"] = reference.rel_l2(outputs[-1], want)
     figures["base_bits"] = bool(torch.equal(outputs[0][~used], outputs[1][~used]))
     ok = all(v <= TO_RECIPE.bound for k, v in figures.items() if k.startswith("rel_l2"))  # type: ignore[operator]
@@ -172,7 +177,7 @@ def production_case(batch: data.Batch, weights, adapters, recipe: str, clock: Gr
 def check_graph() -> None:
     layer, lora = data.Layer("graph", 512, 256, 16, 16, 4), data.LoraSetting(2, 16)
     weights, adapters = data.random_weights(layer, "block", "cuda"), data.random_adapters(layer, lora, "cuda")
-    b = data.random_batch(layer, 40, 0, "cuda", adapters=2, base_rows=True)
+    b = data.random_batch(layer, 40, 0, "cuda", adapters=2)
 
     def call() -> torch.Tensor:
         return fused_moe(b.x, b.topk_weights, b.topk_ids, weights, adapters=adapters, adapter_ids=b.adapter_ids)

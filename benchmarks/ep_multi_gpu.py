@@ -168,7 +168,7 @@ def check_results(me: Rank, layer: data.Layer, scheme: str) -> None:
     counts = [per + 3 * r for r in range(me.args.ranks)]
     counts[-1] = 0
     total, first = sum(counts), sum(counts[: me.rank])
-    batch = data.random_batch(layer, total, 0, me.device, adapters=LORA.count, base_rows=True)
+    batch = data.random_batch(layer, total, 0, me.device, adapters=LORA.count)
     mine = rows_of(batch, first, first + counts[me.rank])
     want = {}
     for lora in (False, True):
@@ -211,7 +211,7 @@ def check_graph(me: Rank, layer: data.Layer) -> None:
     tokens = 2 if me.args.tiny else 64
     counts = [tokens] * me.args.ranks
     batches = [
-        data.random_batch(layer, tokens, i + 10 * me.rank, me.device, adapters=LORA.count, base_rows=True)
+        data.random_batch(layer, tokens, i + 10 * me.rank, me.device, adapters=LORA.count)
         for i in range(2 if me.args.tiny else 4)
     ]
     names = ("x", "topk_weights", "topk_ids", "adapter_ids")

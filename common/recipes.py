@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .checks import check_choice
+from .fp8_sums import INTERVALS
 
 RECIPES = ("w8a8", "w8a16", "bf16", "float64")
 WIRES = ("f32", "bf16", "fp8")
@@ -33,6 +34,10 @@ class Recipe:
         k ascending, of a token's rows on one device (experts are split evenly, ``ceil(E / EP)`` a device); devices
         are then added in the order of ranks, and each expert's row has been stored in bf16 before (unless `wire` is
         f32). A device without an expert of the token adds nothing.
+      fp8_sums: 0 where w13's FP8 products are summed in float32. Hopper's FP8 accumulator keeps 14 bits; there it is
+        the number of columns (32, 64 or 128) after which a product leaves it for float32 (`fp8_sums.short_sums`). A
+        few 1e-5 of g that flip some FP8 codes of h, so it is a recipe of its own, declared by who ran a batch. w2's
+        sums, which no rounding follows, are not named.
       x_wire: ``"fp8"`` sends the layer's input between devices as FP8 rows with one scale each, rounded back to bf16
         where they arrive; a rounding only w8a16 needs to declare (w8a8 multiplies those same codes).
       lora_input: ``"bf16"`` feeds adapters the original rows. ``"fp8"`` feeds them the quantised rows times their
@@ -50,6 +55,7 @@ class Recipe:
     lora_products: str = "f32"
     wire_unit: str = "row"
     x_wire: str = "bf16"
+    fp8_sums: int = 0
 
     def __post_init__(self) -> None:
         check_choice("recipe", self.name, RECIPES)
@@ -65,6 +71,9 @@ class Recipe:
                 raise ValueError(f"{label}: got {group!r}, want None, 'token', 'static' or a positive width")
             if (group is not None) != (self.name == "w8a8"):
                 raise ValueError(f"{label}: got {group!r} with recipe {self.name!r}; w8a8 needs a group, others none")
+        if self.fp8_sums not in (0, *INTERVALS) or (self.fp8_sums and self.name != "w8a8"):
+            raise ValueError(f"fp8_sums: got {self.fp8_sums!r} with recipe {self.name!r}, want 0 or one of {INTERVALS} "
+                             "with w8a8")
         if self.lora_input == "fp8" and self.name != "w8a8":
             raise ValueError(f"lora_input: got 'fp8' with recipe {self.name!r}, want it only with w8a8")
         if self.x_wire == "fp8" and self.name != "w8a16":

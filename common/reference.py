@@ -20,6 +20,7 @@ import numpy as np
 
 from .activations import apply_activation
 from .executors import ExecutorInfo, MoECall
+from .fp8_sums import short_sums
 from .numerics import (
     BF16,
     BLOCK,
@@ -77,14 +78,16 @@ class _Matrix:
         rows = self.codes.shape[0] // self.halves
         return np.concatenate([np.repeat(s, BLOCK, axis=0)[:rows] for s in per_half])
 
-    def apply(self, x: np.ndarray, group: Group, static_scale: np.ndarray | None) -> np.ndarray:
-        """``deq(W) xq`` in float32, ``[R, N]``; `x` float32 holding bf16 values."""
+    def apply(self, x: np.ndarray, group: Group, static_scale: np.ndarray | None, fp8_sums: int = 0) -> np.ndarray:
+        """``deq(W) xq`` in float32, ``[R, N]``; `x` float32 holding bf16 values, `fp8_sums` as in `Recipe`."""
         if group is None:
             xq, sx, width = x, np.ones((len(x), 1), np.float32), x.shape[-1]
         else:
             xq, sx, width = _quantize(x, group, static_scale)
         if self.scheme != "block" and sx.shape[1] == 1:
-            acc = _matmul(xq, self.codes)
+            acc = _matmul(xq, self.codes) if not fp8_sums else np.zeros((len(x), len(self.codes)), np.float32)
+            for i in range(0, x.shape[-1] if fp8_sums else 0, BLOCK):
+                acc += short_sums(xq[:, i : i + BLOCK], self.codes[:, i : i + BLOCK], fp8_sums)
             return acc if self.scheme == "bf16" else (acc * sx) * self._row_scale()
         # Scales vary along K: a partial product per run that shares both scales, then the float32 sum.
         step = BLOCK if self.scheme == "block" else width
@@ -92,7 +95,10 @@ class _Matrix:
         block = self._block_rows() if self.scheme == "block" else None
         for i in range(cdiv(x.shape[-1], step)):
             run = slice(i * step, (i + 1) * step)
-            part = _matmul(xq[:, run], self.codes[:, run]) * sx[:, [i * step // width]]
+            part = short_sums(xq[:, run], self.codes[:, run], fp8_sums) if fp8_sums else _matmul(
+                xq[:, run], self.codes[:, run]
+            )
+            part = part * sx[:, [i * step // width]]
             out += part * block[:, i] if block is not None else part
         return out if block is not None else out * self._row_scale()
 
@@ -144,7 +150,9 @@ def _expert_rows(
     halves = 2 if config.is_act_and_mul else 1
     s13 = None if weights.w13_scale is None else weights.w13_scale[expert]
     s2 = None if weights.w2_scale is None else weights.w2_scale[expert]
-    g = _Matrix(weights.w13[expert], s13, weights.scheme, halves).apply(x, recipe.x_group, weights.w13_input_scale)
+    g = _Matrix(weights.w13[expert], s13, weights.scheme, halves).apply(
+        x, recipe.x_group, weights.w13_input_scale, recipe.fp8_sums
+    )
     note("gmm1", g)
     if weights.w13_bias is not None:
         g += weights.w13_bias[expert].astype(np.float32)

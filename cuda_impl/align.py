@@ -75,30 +75,6 @@ def _bins(
 
 
 @triton.jit
-def _slot_kernel(adapter_ptr, slot_id_ptr, out_ptr, tokens, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr):
-    token = tl.program_id(0) * 128 + tl.arange(0, 128)
-    adapter = tl.load(adapter_ptr + token, mask=token < tokens, other=-1)
-    slot = tl.arange(0, SLOTS_PAD)
-    slot_id = tl.load(slot_id_ptr + slot, mask=slot < SLOTS, other=-1)
-    hit = (adapter[:, None] == slot_id[None, :]) & (adapter >= 0)[:, None]
-    tl.store(out_ptr + token, tl.max(tl.where(hit, slot[None, :], -1), axis=1), mask=token < tokens)
-
-
-def slots_of_tokens(adapter_ids: torch.Tensor, slot_ids: torch.Tensor) -> torch.Tensor:
-    """[T] int32: the slot that holds each token's global adapter id, -1 where none does."""
-    tokens, slots = adapter_ids.shape[0], slot_ids.shape[0]
-    out = torch.empty(tokens, dtype=torch.int32, device=adapter_ids.device)
-    launch(
-        _slot_kernel,
-        (cdiv(tokens, 128),),
-        dict(adapter_ptr=adapter_ids, slot_id_ptr=slot_ids, out_ptr=out, tokens=tokens),
-        SLOTS=slots,
-        SLOTS_PAD=next_power_of_2(slots),
-    )
-    return out
-
-
-@triton.jit
 def _small_align_kernel(
     ids_ptr, map_ptr, adapter_ptr, slot_id_ptr, bin_ptr, offset_ptr, total_ptr, expert_start_ptr, num_tiles_ptr,
     sorted_ptr, tile_expert_ptr, num_pairs, top_k, global_experts, local_experts, sorted_rows,

@@ -50,22 +50,47 @@ def _info(name: str, recipes: tuple[str, ...], detail: str) -> ExecutorInfo:
 def _declared(call: MoECall) -> Recipe:
     """The recipe a call really runs.
 
-    Hopper's kernels store result rows and rank products in bf16, and are preferred where they serve a plain recipe.
+    Hopper's kernels store result rows and rank products in bf16, and are preferred where they serve a plain recipe;
+    their FP8 sums are short ones.
+
+    Raises:
+      ValueError: the call asks for other FP8 sums than those of the kernels it takes.
     """
-    if (call.recipe.wire, call.recipe.lora_products) != ("f32", "f32") or _state()[0] != "native":
-        return call.recipe
+    plain = replace(call.recipe, fp8_sums=0)
+    if _state()[0] != "native":
+        declared = plain
+    else:
+        stored = plain.with_bf16_storage() if (plain.wire, plain.lora_products) == ("f32", "f32") else plain
+        declared = _on_device(call, stored) or _on_device(call, plain) or plain
+    if call.recipe.fp8_sums not in (0, declared.fp8_sums):
+        raise ValueError(
+            f"recipe: got fp8_sums={call.recipe.fp8_sums}, the kernels that this batch takes have {declared.fp8_sums}"
+        )
+    return declared
+
+
+def _on_device(call: MoECall, recipe: Recipe) -> Recipe | None:
+    """The recipe as Hopper's kernels run it, or None where they do not serve it."""
     import torch
 
     from ._runtime import target_of
+    from .moe import with_device_sums
     from .route import CallShape, pad_rank, why_not_hopper
+    from .tuned import LayerKey
 
-    weights, stored = call.weights, call.recipe.with_bf16_storage()
+    weights, device = call.weights, torch.device("cuda")
     rank = max([call.config.max_lora_rank, *(a.rank for a in call.adapters)]) if call.adapters else 0
     shape = CallShape(
-        stored, call.config.activation, weights.scheme == "block", weights.is_act_and_mul, weights.w13_bias is not None,
+        recipe, call.config.activation, weights.scheme == "block", weights.is_act_and_mul, weights.w13_bias is not None,
         weights.hidden_dim, weights.intermediate_size, pad_rank(rank) if rank else 0,
     )  # fmt: skip
-    return stored if why_not_hopper(shape, target_of(torch.device("cuda"))) is None else call.recipe
+    if why_not_hopper(shape, target_of(device)) is not None:
+        return None
+    key = LayerKey(
+        weights.num_experts, call.config.num_experts, call.topk_ids.shape[1], weights.hidden_dim,
+        weights.intermediate_size, "block" if weights.scheme == "block" else "channel", recipe.name,
+    )  # fmt: skip
+    return with_device_sums(shape, key, len(call.x), device)
 
 
 def _partial(call: MoECall, recipe: Recipe, f32_out: bool) -> np.ndarray:

@@ -9,6 +9,7 @@ opaque operator, ``isomoe::fused_moe``. On compute capability 9.0 the chain is H
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
@@ -16,9 +17,10 @@ from ..common.activations import supports as activation_exists
 from ..common.checks import check_choice
 from ..common.recipes import Group, Recipe, default_recipe
 from . import _runtime
-from .align import align, slots_of_tokens
+from .align import align
 from .combine import combine
 from .grouped_gemm import LoRAExpand, choose_block_m, grouped_gemm
+from .hopper.regime import INVARIANT, Regime
 from .lora_shrink import lora_shrink
 from .prepare import AdapterSlots, PreparedWeights
 from .quantize import quantize_rows, scale_rows_f16
@@ -169,6 +171,37 @@ def resolve_recipe(recipe: Recipe | str | None, weights: PreparedWeights) -> Rec
     return plain.with_bf16_storage() if hopper else plain.with_wire("bf16")
 
 
+def declared_recipe(
+    recipe: Recipe | str | None, weights: PreparedWeights, tokens: int, topk: int, experts: int, *,
+    activation: str = "silu", lora_rank: int = 0,
+) -> Recipe:  # fmt: skip
+    """`resolve_recipe` with what the kernels that a batch takes add to it: how Hopper's sum FP8 products.
+
+    Args:
+      tokens, topk, experts: T, K, and the experts routed over (all ranks').
+      lora_rank: of the slots, 0 without adapters.
+    """
+    resolved = resolve_recipe(recipe, weights)
+    shape = CallShape(
+        resolved, activation, weights.is_block, weights.halves == 2, weights.w13_bias is not None,
+        weights.hidden_dim, weights.intermediate_size, lora_rank,
+    )  # fmt: skip
+    key = LayerKey.of(weights, topk, experts, resolved.name)
+    return with_device_sums(shape, key, tokens, weights.w13.device)
+
+
+def with_device_sums(shape: CallShape, key: LayerKey, tokens: int, device: torch.device) -> Recipe:
+    """The shape's recipe with `fp8_sums` of the kernels that a batch takes on a device."""
+    recipe = replace(shape.recipe, fp8_sums=0)
+    if recipe.name != "w8a8" or why_not_hopper(shape, _runtime.target_of(device)) is not None:
+        return recipe
+    return replace(recipe, fp8_sums=_regime(device, key, tokens, shape.lora_rank > 0).fp8_sums)
+
+
+def _regime(device: torch.device, key: LayerKey, tokens: int, lora: bool) -> Regime:
+    return INVARIANT if _runtime.batch_invariant() else regime_for(device, key, tokens, lora)
+
+
 def fused_moe(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -192,7 +225,7 @@ def fused_moe(
         skipped.
       weights: from `prepare_weights`.
       activation: a name of `common.activations`.
-      recipe: a `Recipe`, a recipe name, or None for the weights' default.
+      recipe: a `Recipe`, a recipe name, or None for the weights' default; `declared_recipe` says what then runs.
       adapters: from `prepare_adapters`; `adapter_ids` [T] holds global adapter ids, -1 = base. An id that no slot
         holds runs as a base row.
       expert_map: [E_global] int, a global expert's index in `weights`, or -1 where another rank holds it.
@@ -212,6 +245,13 @@ def fused_moe(
     _check(
         x, topk_weights, topk_ids, weights, activation, recipe, adapters, adapter_ids, expert_map, x_scale, out_dtype
     )
+    if recipe.fp8_sums:
+        want = declared_recipe(
+            recipe, weights, len(x), topk_ids.shape[1], weights.num_experts if expert_map is None else len(expert_map),
+            activation=activation, lora_rank=0 if adapters is None else adapters.max_rank,
+        ).fp8_sums  # fmt: skip
+        if recipe.fp8_sums != want:
+            raise ValueError(f"recipe: got fp8_sums={recipe.fp8_sums}, the kernels that this batch takes have {want}")
     lora = adapters
     # Recording runs the chain itself on meta tensors, where the operator would only run its shape function.
     run = _fused_moe if _runtime.is_recording() else _fused_moe_op
@@ -275,9 +315,7 @@ def _hopper(
 ) -> torch.Tensor:
     """The layer by Hopper's own kernels; `why_not_hopper` has agreed."""
     from .hopper.fused import HopperAdapters, HopperWeights, hopper_fused_moe
-    from .hopper.regime import INVARIANT
 
-    regime = INVARIANT if _runtime.batch_invariant() else regime_for(x.device, key, x.shape[0], lora is not None)
     assert w13_scale is not None and w2_scale is not None
     weights = HopperWeights(
         "block" if shape.is_block else "channel", w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn),
@@ -287,7 +325,7 @@ def _hopper(
         x, topk_weights, topk_ids, weights,
         adapters=None if lora is None else HopperAdapters(*lora[1:]), adapter_slots=None if lora is None else lora[0],
         expert_map=expert_map, recipe=shape.recipe.name, out=out,
-        regime=regime,
+        regime=_regime(x.device, key, x.shape[0], lora is not None),
     )  # fmt: skip
 
 
@@ -340,7 +378,9 @@ def _fused_moe(
         lora = None
         if adapter_ids is not None and slot_ids is not None:
             assert a13 is not None and b13 is not None and a2 is not None and b2 is not None
-            lora = (slots_of_tokens(adapter_ids, slot_ids), a13, b13, a2.squeeze(2), b2.squeeze(2))
+            from .hopper import slots_of
+
+            lora = (slots_of(adapter_ids, slot_ids), a13, b13, a2.squeeze(2), b2.squeeze(2))
         return _hopper(x, topk_weights, topk_ids, w13, w2, w13_scale, w2_scale, shape, key, expert_map, lora, out)
     pairs = tokens * top_k
     tiles = None

@@ -70,9 +70,9 @@ def test_a_whole_run_writes_rows_goals_and_a_picture(
     goals = {f["name"]: f for f in written["figures"]}
     assert goals["own rows that are wrong or failed"]["ok"] is True
     assert goals["cells whose idle bits differ from no LoRA"]["ok"] is True
-    assert goals["adapters loaded, none used, over no LoRA"]["ok"] is False  # 15 over 10
+    assert goals["adapters loaded, none used by any id, over no LoRA"]["value"] == pytest.approx(1.5)
     shown = capsys.readouterr().out
-    assert "isomoe triton (idle)" in shown and "FAIL" in shown and "not run" in shown
+    assert "isomoe triton (idle)" in shown and "reported" in shown and "not run" in shown
 
 
 def test_wrong_and_failing_peers_are_rows_and_are_not_timed() -> None:
@@ -171,7 +171,7 @@ def test_routings() -> None:
 
 
 def test_batches_differ_in_rows_and_share_adapters() -> None:
-    a, b = (data.random_batch(TINY, 9, i, "cpu", adapters=3, base_rows=True) for i in range(2))
+    a, b = (data.random_batch(TINY, 9, i, "cpu", adapters=3) for i in range(2))
     assert not torch.equal(a.x, b.x) and torch.equal(a.adapter_ids, b.adapter_ids)
     assert set(a.adapter_ids.tolist()) <= {-1, 100, 101, 102}
     assert (a.idle().adapter_ids == -1).all()
@@ -208,21 +208,46 @@ def _figure(rows: list[Row], start: str) -> figures.Figure:
     return found
 
 
-def test_goals_against_the_best_vllm_path_of_the_same_cell() -> None:
-    rows = [_row(64, 10.0), _row(64, 13.0, "vllm triton"), _row(64, 20.0, "vllm marlin"), _row(8, 1.0, "vllm triton")]
-    found = _figure(rows, "speed over the best vLLM path, no LoRA")
+def test_goals_against_the_best_vllm_path_of_any_scheme() -> None:
+    name = "over the best vLLM path, no LoRA, block, geometric mean"
+    rows = [
+        _row(64, 10.0), _row(64, 13.5, "vllm triton"), _row(64, 13.0, "vllm marlin", scheme="channel"),
+        _row(64, 20.0, "vllm deepgemm"), _row(8, 1.0, "vllm triton"),
+    ]  # fmt: skip
+    found = _figure(rows, name)
     assert found.ok and found.value == pytest.approx(1.3)
-    assert _figure([_row(64, 11.0), *rows[1:]], "speed over the best vLLM path, no LoRA").ok is False
-    assert _figure(rows[:1], "speed over the best vLLM path, no LoRA").value is None
+    assert _figure([_row(64, 10.1), *rows[1:]], name).ok is False
+    each = "over the best vLLM path, no LoRA, each"
+    assert _figure([*rows, _row(8, 1.0)], each).ok is True
+    assert _figure([*rows, _row(8, 1.03)], each).ok is False
+    assert _figure(rows[:1], each).value is None
+
+
+def test_goals_of_skewed_batches_adapters_and_w8a16() -> None:
+    def beside(us: float, **changes) -> list[Row]:
+        return [_row(64, 10.0, **changes), _row(64, us, "vllm triton", **changes)]
+
+    skewed = "the same, skewed routing"
+    assert _figure(beside(12.1, routing="zipf"), skewed).ok is True
+    assert _figure([*beside(12.1, routing="zipf"), *beside(11.0, routing="hot8")], skewed).ok is False
+    lora = "over the best vLLM path with the same LoRA"
+    assert _figure(beside(20.1, lora="r16 x 8"), f"{lora}, block").ok is True
+    assert _figure(beside(19.9, lora="r16 x 8"), f"{lora}, block").ok is False
+    assert _figure(beside(12.4, lora="r16 x 8"), f"{lora}, each").ok is False
+    marlin = "W8A16 over W8A8, T <= 64"
+    assert _figure([_row(64, 10.0), _row(64, 10.6, figures.OWN_W8A16)], marlin).ok is True
+    assert _figure([_row(64, 10.0), _row(64, 10.7, figures.OWN_W8A16)], marlin).ok is False
+    assert _figure([_row(256, 10.0), _row(256, 12.0, figures.OWN_W8A16)], marlin).value is None
 
 
 @pytest.mark.parametrize(
     ("tokens", "good", "bad", "name"),
     [
-        (1, 25.0, 25.1, "over floor, T = 1"),
-        (64, 11.5, 11.6, "over floor, T = 64, block"),
+        (1, 20.0, 20.1, "over floor, T = 1"),
+        (64, 11.3, 11.5, "over floor, T = 64, block"),
+        (1024, 16.0, 16.1, "over floor, T = 1024"),
         (4096, 23.5, 23.6, "over floor, T >= 4096, block, geometric mean"),
-        (8192, 27.0, 27.1, "over floor, T >= 4096, each"),
+        (8192, 26.0, 26.1, "over floor, T >= 4096, each"),
     ],
 )
 def test_goals_over_the_floor(tokens: int, good: float, bad: float, name: str) -> None:
@@ -244,7 +269,7 @@ def test_goals_of_adapters() -> None:
     assert _figure(pair(4096, 17.0, 64), "LoRA r64").ok is True
     assert _figure(pair(4096, 17.1, 64), "LoRA r64").ok is False
     idle = [_row(64, 10.2, variant=IDLE_VARIANT, bitwise=False, lora="r16 x 8"), *pair(64, 12.0)]
-    assert _figure(idle, "adapters loaded").ok is False
+    assert _figure(idle, "adapters loaded").value == pytest.approx(1.02)
     assert _figure(idle, "cells whose idle bits").ok is False
 
 
@@ -433,7 +458,7 @@ def test_vllm_gets_its_weights_scales_and_adapters(fake_vllm: list, shared: bool
     layer = dataclasses.replace(TINY, name="tiny-ep", local=4)
     setting = data.LoraSetting(2, 8, shared)
     adapters = data.random_adapters(layer, setting, "cpu")
-    batch = data.random_batch(layer, 5, 0, "cpu", adapters=2, base_rows=True)
+    batch = data.random_batch(layer, 5, 0, "cpu", adapters=2)
     by_name = {p.name: p for p in peers.all_peers()}
     for scheme, scales in (("block", (4, 2, 2)), ("channel", (4, 256, 1))):
         layer_data = peers.LayerData(layer, scheme, data.random_weights(layer, scheme, "cpu"), torch.device("cpu"))

@@ -24,7 +24,6 @@ from isomoe.common.recipes import Recipe, default_recipe
 from isomoe.common.weights import LoRAAdapter, MoEWeights, quantize_moe_weights
 from isomoe.cuda_impl import AdapterSlots, fused_moe, prepare_adapters, prepare_weights
 from isomoe.cuda_impl._runtime import INTERPRETED, Target
-from isomoe.cuda_impl.align import slots_of_tokens
 from isomoe.cuda_impl.prepare import PreparedWeights, to_torch
 from isomoe.cuda_impl.quantize import quantize_rows
 from isomoe.cuda_impl.route import CallShape, pad_rank, why_not_hopper
@@ -365,13 +364,6 @@ def test_rounded_rank_products_are_a_recipe_of_their_own(scheme: str) -> None:
     for recipe in (plain, rounded):
         assert rel_l2(got[recipe], want[recipe]) < 3e-3
     assert rel_l2(got[rounded], want[plain]) > 4e-3
-
-
-def test_slots_of_tokens() -> None:
-    ids = np.random.default_rng(0).choice([-1, 3, 7, 99, 5], 300).astype(np.int32)
-    slots = np.array([7, -1, 3, 5], np.int32)
-    want = [-1 if i < 0 or i not in slots else slots.tolist().index(i) for i in ids]
-    assert slots_of_tokens(to_torch(ids, DEVICE), to_torch(slots, DEVICE)).tolist() == want
 
 
 def test_the_route_to_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_the_tiles_of_a_table_are_the_ones_that_run(recipe: str, monkeypatch: py
     monkeypatch.setattr(moe, "grouped_gemm", watched)
     weights = data.random_weights(TINY, "block", "cpu")
     adapters = data.random_adapters(TINY, data.LoraSetting(2, 8), "cpu")
-    batch = data.random_batch(TINY, 5, 0, "cpu", adapters=2, base_rows=True)
+    batch = data.random_batch(TINY, 5, 0, "cpu", adapters=2)
 
     def call() -> torch.Tensor:
         return moe.fused_moe(

@@ -102,6 +102,8 @@ def _check_recipe(call: MoECall) -> None:
         raise ValueError(f"recipe: got lora_input={recipe.lora_input!r}, pallas_ep feeds adapters bf16 rows only")
     if recipe.lora_products != "f32":
         raise ValueError(f"recipe: got lora_products={recipe.lora_products!r}, pallas_ep keeps rank products in f32")
+    if recipe.fp8_sums:
+        raise ValueError(f"recipe: got fp8_sums={recipe.fp8_sums}, pallas_ep sums FP8 products in f32")
     if recipe.name != "w8a8":
         return
     x, h = recipe.x_group, recipe.h_group

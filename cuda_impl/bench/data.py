@@ -214,12 +214,9 @@ def random_batch(
     *,
     routing: str = "uniform",
     adapters: int = 0,
-    base_rows: bool = False,
 ) -> Batch:
-    """Batch number `index`; all batches of one size share their adapter ids, drawn uniformly over `adapters`.
-
-    Args:
-      base_rows: some rows use no adapter.
+    """Batch number `index`; all batches of one size share their adapter ids: every fourth row is base, the others'
+    are drawn uniformly over `adapters`.
     """
     gen = torch.Generator().manual_seed(1000 * tokens + 17 * index + 5)
     ids = route_ids(layer, tokens, routing, gen)
@@ -228,8 +225,8 @@ def random_batch(
     which = None
     if adapters:
         gen.manual_seed(tokens)
-        which = torch.randint(-1 if base_rows else 0, adapters, (tokens,), generator=gen, dtype=torch.int32)
-        which = torch.where(which >= 0, which + FIRST_ADAPTER_ID, -1).to(torch.int32)
+        which = FIRST_ADAPTER_ID + torch.randint(0, adapters, (tokens,), generator=gen, dtype=torch.int32)
+        which[3::4] = -1
     expert_map = None
     known = (ids >= 0) & (ids < layer.experts)
     if layer.local < layer.experts:

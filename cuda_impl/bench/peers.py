@@ -17,7 +17,7 @@ import torch
 from ...common import tolerances
 from ...common.recipes import Recipe
 from .. import _runtime
-from ..moe import fused_moe, resolve_recipe
+from ..moe import declared_recipe, fused_moe, resolve_recipe
 from ..prepare import AdapterSlots, PreparedWeights
 from ..quantize import quantize_rows
 from ..route import CallShape, why_not_hopper
@@ -81,7 +81,12 @@ class Peer:
     def declared(self, problem: Problem) -> tuple[Recipe, float]:
         """The recipe its result is compared with, and the bound on relative L2."""
         if self.own:
-            return resolve_recipe(self.arithmetic, problem.data.weights), tolerances.TO_RECIPE.bound
+            layer, slots = problem.data.layer, problem.adapters
+            recipe = declared_recipe(
+                self.arithmetic, problem.data.weights, problem.tokens, layer.topk, layer.experts,
+                lora_rank=0 if slots is None else slots.max_rank,
+            )  # fmt: skip
+            return recipe, tolerances.TO_RECIPE.bound
         return Recipe("w8a16"), self.bound or tolerances.to_truth(self.arithmetic, "f32").bound
 
 

@@ -109,7 +109,7 @@ class Layers:
     def batch(self, case: RegimeCase) -> Batch:
         return random_batch(
             case.layer, case.tokens, 0, self.device, routing="skipped" if case.tokens > 1 else "uniform",
-            adapters=case.setting.count, base_rows=True,
+            adapters=case.setting.count,
         )  # fmt: skip
 
 
@@ -148,6 +148,8 @@ def check(case: RegimeCase, layers: Layers) -> tuple[bool, dict[str, object]]:
     weights, adapters, batch = layers.weights(case.layer, case.scheme), None, layers.batch(case)
     adapters = layers.adapters(case.layer, case.setting)
     recipe = resolve_recipe(case.recipe, weights)
+    if case.regime is not None and recipe.name == "w8a8":
+        recipe = replace(recipe, fp8_sums=case.regime.fp8_sums)
     call = caller(case, batch, weights, adapters)
     call()
     if layers.device.type == "cuda":

@@ -2,16 +2,22 @@
 """Small-batch grouped GEMM for Hopper: bound by reading weights, so weights take the tensor core's M side.
 
 A unit is at most TOKENS rows of one expert times 128 weight rows (for w13 128 gate rows and the 128 up rows that
-belong to them). One persistent program a multiprocessor; one TMA warp keeps a deep ring of weight tiles in flight; two
-consumer warpgroups take units in turn, so that one's epilogue hides behind the other's main loop. The turn is handed
-on by a pair of barriers once a unit's last stage has arrived: without them a consumer could wait for a stage more than
-one turn of the ring ahead, and the barrier's single parity bit would let it through early.
+belong to them). One persistent program a multiprocessor; one TMA warp keeps a deep ring of weight tiles in flight.
 
-With W8A16 the activations are fp16 (each row scaled by a power of two, so exactly what they were in bf16) and the
-weights are widened to fp16 in registers: e4m3 to fp16 is one instruction for two weights, to bf16 it is four.
+W8A8: two consumer warpgroups take units in turn, so that one's epilogue hides behind the other's main loop. The turn
+is handed on by a pair of barriers once a unit's last stage has arrived: without them a consumer could wait for a stage
+more than one turn of the ring ahead, and the barrier's single parity bit would let it through early.
+
+W8A16: the activations are fp16 (each row scaled by a power of two, so exactly what they were in bf16) and the weights
+are widened to fp16 in registers: e4m3 to fp16 is one instruction for two weights, to bf16 it is four. Widening is the
+longer part of a stage, so both warpgroups share every unit, 64 weight rows each; the ring hides their epilogue.
 
 Block scales, adapters and the fused activation are as in `prefill_gemm`. Rows are packed (no padding between
 experts): a box may read rows of the next expert, whose columns are not stored.
+
+The tensor core's fp8 accumulator keeps 14 bits (`common.fp8_sums` computes the same). In w13 a product leaves it after
+32 or 64 columns, because a last bit of g can move a value of h to the next FP8 code and a chain bound by memory has the
+time; in w2, where nothing follows, after 128.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from .device_math import EPS, INV_FP8_MAX, advance, glu, reciprocal
 from .plan import RowPlan
 
 TILE_FIELDS = gl.constexpr(8)
+PROGRAMS = 132  # one a multiprocessor
 
 
 @gluon.jit
@@ -140,21 +147,24 @@ def _producer(
 @gluon.jit
 def _add_lora(
     lo, hi, col_slot, seg_slot_ptr, seg0, nseg, full, empty, w_bufs, x_bufs, slot, phase,
-    lora_layout: gl.constexpr, shrunk_layout: gl.constexpr, GATED: gl.constexpr, RANK: gl.constexpr,
-    CHUNK: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    lora_layout: gl.constexpr, shrunk_layout: gl.constexpr, FIRST: gl.constexpr, GATED: gl.constexpr,
+    RANK: gl.constexpr, CHUNK: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = 2 if GATED else 1
+    ROWS: gl.constexpr = lo.shape[0]
     ACC: gl.constexpr = lo.type.layout
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    zero = gl.zeros([128, TOKENS], gl.float32, MMA)
+    zero = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
     for j in range(nseg):
         mine = (col_slot == gl.load(seg_slot_ptr + seg0 + j))[None, :]
         for _ in gl.static_range(RANK // CHUNK):
             b, b_hi, s = _lora_views(w_bufs, x_bufs, slot, lora_layout, shrunk_layout, HALVES, TOKENS, CHUNK)
             mbarrier.wait(full.index(slot), phase)
-            d = warpgroup_mma(b, s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+            d = warpgroup_mma(b.slice(FIRST, ROWS), s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
             if GATED:
-                d_hi = warpgroup_mma(b_hi, s.index(1).permute((1, 0)), zero, use_acc=False, is_async=True)
+                d_hi = warpgroup_mma(
+                    b_hi.slice(FIRST, ROWS), s.index(1).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
                 d, d_hi = warpgroup_mma_wait(0, deps=[d, d_hi])
                 d_hi = gl.convert_layout(d_hi, ACC, assert_trivial=True)
                 hi = gl.where(mine, hi + d_hi, hi)
@@ -176,22 +186,50 @@ def _multiply(w_buf, x, acc, use_acc: gl.constexpr, A16: gl.constexpr, MMA: gl.c
 
 
 @gluon.jit
+def _columns(w_buf, x_buf, zero, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """The product over COUNT columns of FP8, on its way."""
+    x = x_buf.slice(FIRST, COUNT, 1).permute((1, 0))
+    return warpgroup_mma(w_buf.slice(FIRST, COUNT, 1), x, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _short_sums(w_buf, x_buf, zero, SUMS: gl.constexpr):
+    """The product over 128 columns of FP8, as the sum of products that left the accumulator after SUMS, 32 or 64."""
+    if SUMS == 32:
+        a = _columns(w_buf, x_buf, zero, 0, 32)
+        b = _columns(w_buf, x_buf, zero, 32, 32)
+        c = _columns(w_buf, x_buf, zero, 64, 32)
+        d = _columns(w_buf, x_buf, zero, 96, 32)
+        a, b, c, d = warpgroup_mma_wait(0, deps=[a, b, c, d])
+        total = (a + b) + (c + d)
+    else:
+        a = _columns(w_buf, x_buf, zero, 0, 64)
+        b = _columns(w_buf, x_buf, zero, 64, 64)
+        a, b = warpgroup_mma_wait(0, deps=[a, b])
+        total = a + b
+    return total
+
+
+@gluon.jit
 def _main_loop(
     lo, hi, x_scale_ptr, w_scale_ptr, row0, expert, nb, full, empty, w_bufs, x_bufs, slot, phase, turn,
-    GIVE: gl.constexpr, N_BLOCKS: gl.constexpr, K_STEPS: gl.constexpr, GATED: gl.constexpr, BLOCK: gl.constexpr,
-    A16: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    FIRST: gl.constexpr, GIVE: gl.constexpr, N_BLOCKS: gl.constexpr, K_STEPS: gl.constexpr, GATED: gl.constexpr,
+    BLOCK: gl.constexpr, A16: gl.constexpr, SUMS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """K loop; with GIVE the turn is handed on once the last stage is there."""
+    """K loop over this warpgroup's weight rows, from FIRST on; with GIVE the turn is handed on once the last stage is
+    there."""
     HALVES: gl.constexpr = 2 if GATED else 1
+    ROWS: gl.constexpr = lo.shape[0]
     MMA: gl.constexpr = lo.type.layout
     cols = row0 + gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
     lo_ptr = w_scale_ptr + (expert * N_BLOCKS + nb) * K_STEPS
     hi_ptr = lo_ptr + (N_BLOCKS // HALVES) * K_STEPS
-    # The tensor core's fp8 accumulator truncates, so a product leaves it after 128 columns; fp16's does not.
+    # A product leaves the accumulator to be scaled, or because fp8's is short; fp16's is not.
     PROMOTE: gl.constexpr = BLOCK or not A16
+    SHORT: gl.constexpr = GATED and not A16
     # Widened weights of both halves beside two wide accumulators do not fit in registers.
-    ONE_BY_ONE: gl.constexpr = A16 and TOKENS > 16
-    zero = gl.zeros([128, TOKENS], gl.float32, MMA)
+    ONE_BY_ONE: gl.constexpr = A16 and TOKENS > 32
+    zero = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
     if BLOCK:
         s_lo = gl.load(lo_ptr)
         s_hi = gl.load(hi_ptr) if GATED else s_lo
@@ -208,44 +246,46 @@ def _main_loop(
                 sx_next = sx
             else:
                 sx_next = gl.load(x_scale_ptr + cols * K_STEPS + nxt)
+        w_lo = w_bufs.index(slot * HALVES).slice(FIRST, ROWS)
+        w_hi = w_bufs.index(slot * HALVES + HALVES - 1).slice(FIRST, ROWS)
         x = x_bufs.index(slot).permute((1, 0))
         mbarrier.wait(full.index(slot), phase)
         if GIVE:
             mbarrier.arrive(turn, count=1, pred=k == K_STEPS - 1)
         if PROMOTE:
-            d = _multiply(w_bufs.index(slot * HALVES), x, zero, False, A16, MMA)
-            if GATED and ONE_BY_ONE:
-                d = warpgroup_mma_wait(0, deps=[d])
-                lo += d * (sx * s_lo)[None, :]
-                d_hi = _multiply(w_bufs.index(slot * HALVES + 1), x, d, False, A16, MMA)
-                d_hi = warpgroup_mma_wait(0, deps=[d_hi])
-                hi += d_hi * (sx * s_hi)[None, :]
+            if SHORT:
+                d = _short_sums(w_lo, x_bufs.index(slot), zero, SUMS)
+                # At once, or the sums of both halves would need registers together.
+                lo += d * (sx * s_lo)[None, :] if BLOCK else d
+                d_hi = _short_sums(w_hi, x_bufs.index(slot), zero, SUMS)
+            elif GATED and ONE_BY_ONE:
+                d = warpgroup_mma_wait(0, deps=[_multiply(w_lo, x, zero, False, A16, MMA)])
+                d_hi = warpgroup_mma_wait(0, deps=[_multiply(w_hi, x, zero, False, A16, MMA)])
             elif GATED:
-                d_hi = _multiply(w_bufs.index(slot * HALVES + 1), x, zero, False, A16, MMA)
+                d = _multiply(w_lo, x, zero, False, A16, MMA)
+                d_hi = _multiply(w_hi, x, zero, False, A16, MMA)
                 d, d_hi = warpgroup_mma_wait(0, deps=[d, d_hi])
-                if BLOCK:
-                    hi += d_hi * (sx * s_hi)[None, :]
-                else:
-                    hi += d_hi
             else:
-                d = warpgroup_mma_wait(0, deps=[d])
+                d = warpgroup_mma_wait(0, deps=[_multiply(w_lo, x, zero, False, A16, MMA)])
             mbarrier.arrive(empty.index(slot), count=1)
+            if not SHORT:
+                lo += d * (sx * s_lo)[None, :] if BLOCK else d
             if BLOCK:
-                if not (GATED and ONE_BY_ONE):
-                    lo += d * (sx * s_lo)[None, :]
+                if GATED:
+                    hi += d_hi * (sx * s_hi)[None, :]
                 s_lo = lo_next
                 s_hi = hi_next
                 sx = sx_next
-            else:
-                lo += d
+            elif GATED:
+                hi += d_hi
         else:
-            lo = _multiply(w_bufs.index(slot * HALVES), x, lo, True, A16, MMA)
+            lo = _multiply(w_lo, x, lo, True, A16, MMA)
             if GATED and ONE_BY_ONE:
                 lo = warpgroup_mma_wait(0, deps=[lo])
-                hi = _multiply(w_bufs.index(slot * HALVES + 1), x, hi, True, A16, MMA)
+                hi = _multiply(w_hi, x, hi, True, A16, MMA)
                 hi = warpgroup_mma_wait(0, deps=[hi])
             elif GATED:
-                hi = _multiply(w_bufs.index(slot * HALVES + 1), x, hi, True, A16, MMA)
+                hi = _multiply(w_hi, x, hi, True, A16, MMA)
                 lo, hi = warpgroup_mma_wait(0, deps=[lo, hi])
             else:
                 lo = warpgroup_mma_wait(0, deps=[lo])
@@ -259,15 +299,19 @@ def _consumer(
     WHO: gl.constexpr, x_scale_ptr, w_scale_ptr, out_ptr, q_ptr, q_scale_ptr, row_slot_ptr, seg_slot_ptr, tiles_ptr,
     counts_ptr, full, empty, turns, w_bufs, x_bufs, lora_layout: gl.constexpr, shrunk_layout: gl.constexpr,
     N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, BLOCK: gl.constexpr, A16: gl.constexpr,
-    QUANT: gl.constexpr, RANK: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    SUMS: gl.constexpr, QUANT: gl.constexpr, RANK: gl.constexpr, CHUNK: gl.constexpr, ACTIVATION: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = 2 if GATED else 1
     N_TILES: gl.constexpr = (N + 127) // 128
     K_STEPS: gl.constexpr = (K + 127) // 128
     LORA_SLOTS: gl.constexpr = RANK // CHUNK if RANK > 0 else 0
+    # W8A16 shares units: this warpgroup's weight rows of each are ROWS from FIRST on.
+    ROWS: gl.constexpr = 64 if A16 else 128
+    FIRST: gl.constexpr = WHO * ROWS if A16 else 0
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16 if A16 else 32])
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, 4], [0, 1])
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
+    gl.static_assert(not (QUANT and A16), "a group of 128 columns would be spread over two warpgroups")
     if PDL:
         gdc_wait()
         # Only now: a successor that starts early may count on the kernel before this one having ended.
@@ -283,7 +327,7 @@ def _consumer(
         if RANK > 0:
             seg0 = gl.load(tile + 3)
             nseg = gl.load(tile + 4)
-        if index % 2 == WHO:
+        if A16 or index % 2 == WHO:
             n0 = (u % N_TILES) * 128
             expert = gl.load(tile)
             row0 = gl.load(tile + 1)
@@ -291,7 +335,7 @@ def _consumer(
             slot = at % STAGES
             phase = (at // STAGES) & 1
             token = gl.arange(0, TOKENS, gl.SliceLayout(0, MMA))
-            row = gl.arange(0, 128, gl.SliceLayout(1, MMA))
+            row = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
             if RANK > 0:
                 col_slot = gl.load(row_slot_ptr + row0 + token, mask=token < size, other=-1)
             if not BLOCK:
@@ -301,15 +345,16 @@ def _consumer(
                 s_hi = gl.load(w_ptrs + (HALVES - 1) * N, mask=inside, other=0.0)
             if A16 or not BLOCK:
                 sx = gl.load(x_scale_ptr + row0 + token, mask=token < size, other=0.0)
-            lo = gl.zeros([128, TOKENS], gl.float32, MMA)
-            hi = gl.zeros([128, TOKENS], gl.float32, MMA)
-            mbarrier.wait(turns.index(WHO), parity)
-            parity = parity ^ 1
+            lo = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
+            hi = gl.zeros([ROWS, TOKENS], gl.float32, MMA)
+            if not A16:
+                mbarrier.wait(turns.index(WHO), parity)
+                parity = parity ^ 1
             if RANK > 0 and BLOCK:
                 # W8A16 scales its rows at the end, so the product is scaled the other way here (both powers of two).
                 lo, hi, slot, phase = _add_lora(
                     lo, hi, col_slot, seg_slot_ptr, seg0, nseg, full, empty, w_bufs, x_bufs, slot, phase,
-                    lora_layout, shrunk_layout, GATED, RANK, CHUNK, TOKENS, STAGES,
+                    lora_layout, shrunk_layout, FIRST, GATED, RANK, CHUNK, TOKENS, STAGES,
                 )  # fmt: skip
                 if A16:
                     back = reciprocal(sx)
@@ -317,7 +362,8 @@ def _consumer(
                     hi = hi * back[None, :]
             lo, hi, slot, phase = _main_loop(
                 lo, hi, x_scale_ptr, w_scale_ptr, row0, expert, n0 // 128, full, empty, w_bufs, x_bufs, slot, phase,
-                turns.index(1 - WHO), BLOCK or RANK == 0, N_TILES * HALVES, K_STEPS, GATED, BLOCK, A16, TOKENS, STAGES,
+                turns.index(1 - WHO), FIRST, not A16 and (BLOCK or RANK == 0), N_TILES * HALVES, K_STEPS, GATED,
+                BLOCK, A16, SUMS, TOKENS, STAGES,
             )  # fmt: skip
             if not BLOCK:
                 lo = lo * (s_lo[:, None] * sx[None, :])
@@ -326,9 +372,10 @@ def _consumer(
                 if RANK > 0:
                     lo, hi, slot, phase = _add_lora(
                         lo, hi, col_slot, seg_slot_ptr, seg0, nseg, full, empty, w_bufs, x_bufs, slot, phase,
-                        lora_layout, shrunk_layout, GATED, RANK, CHUNK, TOKENS, STAGES,
+                        lora_layout, shrunk_layout, FIRST, GATED, RANK, CHUNK, TOKENS, STAGES,
                     )  # fmt: skip
-                    mbarrier.arrive(turns.index(1 - WHO), count=1)
+                    if not A16:
+                        mbarrier.arrive(turns.index(1 - WHO), count=1)
             elif A16:
                 lo = lo * sx[None, :]
                 hi = hi * sx[None, :]
@@ -336,7 +383,7 @@ def _consumer(
                 value = glu(lo, hi, ACTIVATION, False).to(gl.bfloat16)
             else:
                 value = lo.to(gl.bfloat16)
-            out_row = n0 + gl.arange(0, 128, gl.SliceLayout(1, OUT))
+            out_row = n0 + FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
             out_token = gl.arange(0, TOKENS, gl.SliceLayout(0, OUT))
             out_at = (row0 + out_token).to(gl.int64)[None, :] * N + out_row[:, None]
             keep = (out_token < size)[None, :] & (out_row < N)[:, None]
@@ -359,8 +406,8 @@ def decode_gemm_kernel(
     x_desc, x_scale_ptr, w_desc, w_scale_ptr, out_ptr, q_ptr, q_scale_ptr, lora_desc, shrunk_desc, row_slot_ptr,
     seg_slot_ptr, tiles_ptr, counts_ptr,
     N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, BLOCK: gl.constexpr, A16: gl.constexpr,
-    QUANT: gl.constexpr, RANK: gl.constexpr, CHUNK: gl.constexpr, LORA_E: gl.constexpr, ACTIVATION: gl.constexpr,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
+    SUMS: gl.constexpr, QUANT: gl.constexpr, RANK: gl.constexpr, CHUNK: gl.constexpr, LORA_E: gl.constexpr,
+    ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = 2 if GATED else 1
     w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * HALVES, 128, 128], w_desc.layout)
@@ -370,7 +417,7 @@ def decode_gemm_kernel(
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2 if A16 else 1)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     LORA_LAYOUT: gl.constexpr = lora_desc.layout if RANK > 0 else None
@@ -382,7 +429,7 @@ def decode_gemm_kernel(
                 (
                     0, x_scale_ptr, w_scale_ptr, out_ptr, q_ptr, q_scale_ptr, row_slot_ptr, seg_slot_ptr, tiles_ptr,
                     counts_ptr, full, empty, turns, w_bufs, x_bufs, LORA_LAYOUT, SHRUNK_LAYOUT,
-                    N, K, GATED, BLOCK, A16, QUANT, RANK, CHUNK, ACTIVATION, TOKENS, STAGES, PDL,
+                    N, K, GATED, BLOCK, A16, SUMS, QUANT, RANK, CHUNK, ACTIVATION, TOKENS, STAGES, PDL,
                 ),
             ),
             (
@@ -390,7 +437,7 @@ def decode_gemm_kernel(
                 (
                     1, x_scale_ptr, w_scale_ptr, out_ptr, q_ptr, q_scale_ptr, row_slot_ptr, seg_slot_ptr, tiles_ptr,
                     counts_ptr, full, empty, turns, w_bufs, x_bufs, LORA_LAYOUT, SHRUNK_LAYOUT,
-                    N, K, GATED, BLOCK, A16, QUANT, RANK, CHUNK, ACTIVATION, TOKENS, STAGES, PDL,
+                    N, K, GATED, BLOCK, A16, SUMS, QUANT, RANK, CHUNK, ACTIVATION, TOKENS, STAGES, PDL,
                 ),
             ),
             (
@@ -427,14 +474,16 @@ def decode_gemm(
     q_scale: torch.Tensor | None = None,
     lora_b: torch.Tensor | None = None,
     shrunk: torch.Tensor | None = None,
+    sums: int = 128,
     early: bool = False,
-    programs: int = 132,
+    programs: int = PROGRAMS,
 ) -> None:
     """Multiply every expert's rows by its weights (small batches).
 
-    As `prefill_gemm.grouped_gemm`, except that rows are packed, the plan's tiles hold at most `tokens` (16 or 32)
-    rows, and `x` may be fp16 ``[R, K]`` beside an f32 ``[R]`` scale for W8A16. `early` lets the weights of the first
-    unit start before the preceding kernel ends: right only where that kernel did not write the plan.
+    As `prefill_gemm.grouped_gemm`, except that rows are packed, the plan's tiles hold at most `tokens` (16, 32 or, for
+    W8A16, 64) rows, and `x` may be fp16 ``[R, K]`` beside an f32 ``[R]`` scale for W8A16. `sums` is `Recipe.fp8_sums`
+    of w13 (32 or 64; without `activation` always 128). `early` lets the weights of the first unit start before the
+    preceding kernel ends: right only where that kernel did not write the plan.
     """
     gated = activation is not None
     n = w.shape[1] // 2 if gated else w.shape[1]
@@ -470,6 +519,7 @@ def decode_gemm(
         GATED=gated,
         BLOCK=block,
         A16=a16,
+        SUMS=sums,
         QUANT=q is not None,
         RANK=rank,
         CHUNK=chunk,

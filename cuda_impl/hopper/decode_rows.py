@@ -3,6 +3,9 @@
 
 No sort launch: the program of a (token, expert) pair reads every id (a few KB, in cache) and counts the pairs that
 sort before its own; that is its row. One more program turns the histogram into the tile list. The order is stable.
+
+Meanwhile the memory bus would idle, so the programs also ask the L2 cache for the weights that w13's first units start
+with; the share of an expert's rows that each program asks for depends on how many pairs the expert has.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .decode_gemm import PROGRAMS
 from .plan import TILE_FIELDS, RowPlan, store_counts, write_offsets
 from .rows import encode_row, row_buffers, store_scale
 
@@ -27,17 +31,30 @@ def _store_row(v, cols, inside, row, q_ptr, scale_ptr, D: tl.constexpr, MODE: tl
 def _shrink_row(x_ptr, a_ptr, out_ptr, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """``out[r] = sum_d a[r, d] x[d]`` for this program's BR ranks."""
     rank = tl.program_id(1) * BR + tl.arange(0, BR)
-    total = tl.zeros([BR], tl.float32)
+    # One sum over the columns at the end: a sum each step would hold up the next step's loads.
+    products = tl.zeros([BR, BD], tl.float32)
     for d in tl.static_range((D + BD - 1) // BD):
         col = d * BD + tl.arange(0, BD)
         mask = (rank < R)[:, None] & (col < D)[None, :]
         a = tl.load(a_ptr + rank[:, None] * D + col[None, :], mask=mask, other=0.0)
         x = tl.load(x_ptr + col, mask=col < D, other=0.0)
-        total += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-    tl.store(out_ptr + rank, total.to(tl.bfloat16), mask=rank < R)
+        products += a.to(tl.float32) * x.to(tl.float32)[None, :]
+    tl.store(out_ptr + rank, tl.sum(products, axis=1).to(tl.bfloat16), mask=rank < R)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit
+def _prefetch_rows(w_ptr, first, last, STRIDE: tl.constexpr, BYTES: tl.constexpr):
+    """Ask the L2 cache for the first BYTES of rows [first, last) of STRIDE bytes."""
+    LINES: tl.constexpr = BYTES // 128
+    for base in range(first * LINES, last * LINES, 128):
+        line = tl.minimum(base + tl.arange(0, 128), last * LINES - 1)
+        at = w_ptr + (line // LINES).to(tl.int64) * STRIDE + line % LINES * 128
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit(do_not_specialize=["pairs", "ahead"])
 def _prologue_kernel(
     x_ptr,
     ids_ptr,
@@ -54,9 +71,14 @@ def _prologue_kernel(
     q_ptr,
     scale_ptr,
     shrunk_ptr,
+    w_ptr,
     pairs,
     global_experts,
+    ahead,
     H: tl.constexpr,
+    W_ROWS: tl.constexpr,
+    W_BYTES: tl.constexpr,
+    ASKERS: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -117,8 +139,14 @@ def _prologue_kernel(
                 inside = cols < H
                 x = tl.load(x_ptr + token.to(tl.int64) * H + cols, mask=inside, other=0.0).to(tl.float32)
                 _store_row(x, cols, inside, row, q_ptr, scale_ptr, H, MODE)
+            if W_BYTES > 0 and row < ahead and tl.program_id(1) < ASKERS:
+                same = key // S_P == my_expert
+                count = tl.sum(same.to(tl.int32), axis=0) * ASKERS
+                nth = tl.sum((same & (index < me)).to(tl.int32), axis=0) * ASKERS + tl.program_id(1)
+                rows = w_ptr + my_expert.to(tl.int64) * W_ROWS * H
+                _prefetch_rows(rows, W_ROWS * nth // count, W_ROWS * (nth + 1) // count, H, W_BYTES)
             if R > 0:
-                if my_slot >= 0:
+                if (my_slot >= 0) & (tl.program_id(1) * BR < R):
                     at = my_slot.to(tl.int64) * A_EXPERTS
                     if A_EXPERTS > 1:
                         at += my_expert
@@ -164,8 +192,8 @@ def _hidden_kernel(
                 _shrink_row(h_ptr + row.to(tl.int64) * N, a_ptr + at * R * N, out, N, R, BR, BD)
 
 
-def _rank_tile(rows: int, ranks: int, d: int) -> dict[str, int]:
-    """Ranks and columns a program takes at once; few rows need narrow tiles to fill the chip."""
+def _rank_tile(rows: float, ranks: int, d: int) -> dict[str, int]:
+    """Ranks and columns a program takes at once; few rows (with an expert here) need narrow tiles to fill the chip."""
     if not ranks:
         return {"BR": 1, "BD": 1}
     return {"BR": min(4 if rows * ranks <= 4096 else 16, ranks), "BD": min(1024, triton.next_power_of_2(d))}
@@ -174,8 +202,8 @@ def _rank_tile(rows: int, ranks: int, d: int) -> dict[str, int]:
 def prologue(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
+    w13: torch.Tensor,
     *,
-    num_experts: int,
     mode: str,
     tile: int,
     expert_map: torch.Tensor | None = None,
@@ -187,7 +215,7 @@ def prologue(
     Args:
       x: bf16 ``[T, H]``.
       topk_ids: ``[T, K]``; skipped as in `plan.plan_rows`.
-      num_experts: experts held here.
+      w13: fp8 ``[E, rows, H]``, the weights of the launch that follows.
       mode: "group" (fp8, one scale a 128 columns), "token" (fp8, one a row) or "fp16" (one power of two a row).
       tile: rows of a tile.
       slots: int32 ``[T]`` adapter slot or -1, with `a13`.
@@ -200,7 +228,10 @@ def prologue(
     k = topk_ids.shape[1]
     pairs = tokens * k
     num_slots = a13.shape[0] if a13 is not None else 0
+    num_experts, w_rows, _ = w13.shape
     experts = min(pairs, num_experts)
+    everywhere = expert_map.shape[0] if expert_map is not None else num_experts
+    here = pairs * num_experts / everywhere
 
     def i32(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=x.device)
@@ -220,8 +251,11 @@ def prologue(
     q, scale = row_buffers(pairs, h, mode, x.device)
     ranks = a13.shape[2] * a13.shape[3] if a13 is not None else 0
     shrunk = torch.empty((pairs, ranks), dtype=torch.bfloat16, device=x.device) if ranks else None
-    sizes = _rank_tile(pairs, ranks, h)
-    _prologue_kernel[(pairs + 1, triton.cdiv(ranks, sizes["BR"]) if ranks else 1)](
+    sizes = _rank_tile(here, ranks, h)
+    # The first unit of each program: so many experts' worth of 256-row units, as rows of their pairs.
+    ahead = round(here * min(1.0, PROGRAMS * 256 / (w_rows * min(here, num_experts))))
+    askers = 8 if pairs <= 64 else 2 if pairs <= 256 else 1  # programs a pair that share its prefetches
+    _prologue_kernel[(pairs + 1, max(askers, triton.cdiv(ranks, sizes["BR"])))](
         x,
         topk_ids,
         expert_map if expert_map is not None else unused,
@@ -237,9 +271,14 @@ def prologue(
         q,
         scale,
         shrunk if shrunk is not None else x,
+        w13.view(torch.uint8),
         pairs,
-        expert_map.shape[0] if expert_map is not None else num_experts,
+        everywhere,
+        ahead,
         H=h,
+        W_ROWS=w_rows,
+        W_BYTES=min(256, h // 128 * 128),
+        ASKERS=askers,
         K=k,
         E=num_experts,
         SLOTS=num_slots,
@@ -261,9 +300,12 @@ def prologue(
 
 
 def hidden_rows(
-    h: torch.Tensor, plan: RowPlan, *, mode: str, a2: torch.Tensor | None = None
+    h: torch.Tensor, plan: RowPlan, *, expected_rows: float, mode: str, a2: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Encode bf16 ``h [rows, N]`` as `mode` says ("none": not at all); shrink adapter rows by ``a2 [S, E, r, N]``.
+
+    Args:
+      expected_rows: of `rows`, how many the plan is likely to use.
 
     Returns:
       codes, scales (None for "none") and shrink products ``[rows, r]`` (None without `a2`).
@@ -274,7 +316,7 @@ def hidden_rows(
         q, scale = row_buffers(rows, n, mode, h.device)
     ranks = a2.shape[2] if a2 is not None else 0
     shrunk = torch.empty((rows, ranks), dtype=torch.bfloat16, device=h.device) if ranks else None
-    sizes = _rank_tile(rows, ranks, n)
+    sizes = _rank_tile(expected_rows, ranks, n)
     _hidden_kernel[(rows, triton.cdiv(ranks, sizes["BR"]) if ranks else 1)](
         h,
         a2 if a2 is not None else h,

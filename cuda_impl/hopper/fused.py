@@ -173,6 +173,15 @@ class _Call:
         return self.weights.w13.shape[0]
 
     @property
+    def experts_everywhere(self) -> int:
+        return self.expert_map.shape[0] if self.expert_map is not None else self.experts
+
+    @property
+    def pairs_here(self) -> float:
+        """(token, expert) pairs that likely have their expert here."""
+        return self.topk_ids.numel() * self.experts / self.experts_everywhere
+
+    @property
     def hidden(self) -> int:
         return self.weights.w2.shape[2]
 
@@ -235,18 +244,18 @@ def _prefill(call: _Call) -> None:
     combine(rows, call.topk_weights, plan.pos, call.out)
 
 
-def _decode(call: _Call, unit: int) -> None:
+def _decode(call: _Call, regime: Regime) -> None:
     """Four launches (five where hidden rows need a pass of their own), each started before the one ahead has ended."""
-    weights, pairs = call.weights, call.topk_ids.numel()
+    weights, pairs, unit = call.weights, call.topk_ids.numel(), regime.rows
     rank = call.adapters.a2.shape[2] if call.adapters is not None else 0
     scan = (
         pairs <= SCAN_PAIRS
-        and pairs * rank < SCAN_RANK_PAIRS
+        and call.pairs_here * rank < SCAN_RANK_PAIRS
         and call.experts * (call.num_slots + 1) <= SCAN_BINS
     )
     if scan:
         plan, xq, xs, s13 = prologue(
-            call.x, call.topk_ids, num_experts=call.experts, mode=call.mode, tile=unit, expert_map=call.expert_map,
+            call.x, call.topk_ids, weights.w13, mode=call.mode, tile=unit, expert_map=call.expert_map,
             slots=call.slots, a13=call.lora("a13"),
         )  # fmt: skip
     else:
@@ -257,7 +266,7 @@ def _decode(call: _Call, unit: int) -> None:
     decode_gemm(
         xq, xs, weights.w13, weights.w13_scale, plan, block=call.block, activation=weights.activation, tokens=unit,
         out=hidden, q=coded[0] if coded else None, q_scale=coded[1] if coded else None, lora_b=call.lora("b13"),
-        shrunk=s13,
+        shrunk=s13, sums=regime.fp8_sums,
     )  # fmt: skip
     s2 = None
     if hidden is not None:
@@ -266,7 +275,9 @@ def _decode(call: _Call, unit: int) -> None:
             s2 = shrink(hidden, a2, plan, pairs, gather=False, experts=call.experts)
             a2 = None
         if coded is None or a2 is not None:
-            q, scale, shrunk = hidden_rows(hidden, plan, mode="none" if coded else call.mode, a2=a2)
+            q, scale, shrunk = hidden_rows(
+                hidden, plan, expected_rows=call.pairs_here, mode="none" if coded else call.mode, a2=a2,
+            )  # fmt: skip
             s2 = shrunk if a2 is not None else s2
             if q is not None and scale is not None:
                 coded = q, scale
@@ -368,17 +379,16 @@ def hopper_fused_moe(
     if not tokens:
         return out
     call = _Call(x, topk_weights, topk_ids, weights, adapters, adapter_slots, expert_map, out, recipe == "w8a16")
-    experts = expert_map.shape[0] if expert_map is not None else call.experts
     if regime is None:
         regime = choose(
-            tokens, topk, experts, w8a16=call.a16, block=call.block, lora=adapters is not None
+            tokens, topk, call.experts_everywhere, w8a16=call.a16, block=call.block, lora=adapters is not None
         )
     if regime.chain == "prefill":
         if call.a16:
             raise ValueError("regime: got 'prefill' with recipe 'w8a16', want 'decode' or 'one_token'")
         _prefill(call)
     elif regime.chain == "decode":
-        _decode(call, regime.rows)
+        _decode(call, regime)
     else:
         if tokens != 1:
             raise ValueError(f"regime: got 'one_token' with {tokens} tokens, want 1")

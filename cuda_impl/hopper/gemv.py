@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One token: two matrix-vector launches, no sort and no combine.
 
-A program asks for all of its weights at once, then for the activations, which it quantises itself; the weights' block
-scale is folded into them, so a weight costs one conversion and one FMA. w13's program is (pair, a few gate rows and
-their up rows, all of H); w2's is a few rows of H for all pairs at once, which it sums in the order of k. Each launch
-lets the next one start as soon as it is itself sure that its own inputs are complete, so the next one's weights
-stream while this one still computes.
+A program asks for all of its weights at once, then for the activations; the weights' block scale is folded into them,
+so a weight costs one conversion and one FMA. w13's program is (pair, a few gate rows and their up rows, all of H); w2's
+is a few rows of H for all pairs at once, which it sums in the order of k. Each launch lets the next one start as soon
+as it is itself sure that its own inputs are complete, so the next one's weights stream while this one still computes.
+
+The activations are quantised by each program itself (W8A8), but a long row by a small launch ahead of w13, or by the
+one that shrinks it for an adapter: both are hidden behind w13's weights.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .rows import fp8_scale
+from .rows import encode_row, fp8_scale, row_buffers, store_scale
 
 
 @triton.jit
@@ -69,6 +71,22 @@ def _glu(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _encode(x_ptr, q_ptr, scale_ptr, H: tl.constexpr, MODE: tl.constexpr, GROUPS_P: tl.constexpr):
+    cols = tl.arange(0, GROUPS_P)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    q, scale = encode_row(x, MODE)
+    tl.store(q_ptr + cols, q, mask=cols < H)
+    store_scale(scale_ptr, 0, scale, (H + 127) // 128, MODE)
+
+
+@triton.jit
+def _encode_kernel(x_ptr, q_ptr, scale_ptr, H: tl.constexpr, MODE: tl.constexpr, GROUPS_P: tl.constexpr):
+    gdc_wait()
+    gdc_launch_dependents()
+    _encode(x_ptr, q_ptr, scale_ptr, H, MODE, GROUPS_P)
+
+
+@triton.jit
 def _shrink_kernel(
     v_ptr,
     a_ptr,
@@ -76,46 +94,56 @@ def _shrink_kernel(
     map_ptr,
     slots_ptr,
     out_ptr,
+    q_ptr,
+    q_scale_ptr,
     global_experts,
+    K: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
     A_EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    SAME_ROW: tl.constexpr,
-    EARLY: tl.constexpr,
+    INPUT: tl.constexpr,
+    MODE: tl.constexpr,
     BR: tl.constexpr,
-    D_P: tl.constexpr,
+    GROUPS_P: tl.constexpr,
 ):
-    if not EARLY:
+    """Shrink products of each pair; of the layer's INPUT, one more program also quantises it."""
+    D_P: tl.constexpr = GROUPS_P * 128
+    if INPUT:
         gdc_wait()
     gdc_launch_dependents()
     pair = tl.program_id(0)
-    expert = _local_expert(ids_ptr, map_ptr, pair, True, global_experts, E, HAS_MAP)
-    slot = tl.load(slots_ptr).to(tl.int32)
-    used = (expert >= 0) & (slot >= 0) & (slot < SLOTS)
-    rank = tl.program_id(1) * BR + tl.arange(0, BR)
-    col = tl.arange(0, D_P)
-    at = slot.to(tl.int64) * A_EXPERTS
-    if A_EXPERTS > 1:
-        at += expert
-    a = tl.load(
-        a_ptr + at * R * D + rank[:, None] * D + col[None, :],
-        mask=used & (rank < R)[:, None] & (col < D)[None, :],
-        other=0.0,
-    )
-    if EARLY:
-        gdc_wait()
-    row = 0 if SAME_ROW else pair
-    v = tl.load(v_ptr + row * D + col, mask=used & (col < D), other=0.0)
-    total = tl.sum(a.to(tl.float32) * v.to(tl.float32)[None, :], axis=1)
-    tl.store(out_ptr + pair * R + rank, total.to(tl.bfloat16), mask=rank < R)
+    if INPUT and pair == K:
+        if MODE != "none" and tl.program_id(1) == 0:
+            _encode(v_ptr, q_ptr, q_scale_ptr, D, MODE, GROUPS_P)
+    else:
+        expert = _local_expert(ids_ptr, map_ptr, pair, True, global_experts, E, HAS_MAP)
+        slot = tl.load(slots_ptr).to(tl.int32)
+        used = (expert >= 0) & (slot >= 0) & (slot < SLOTS)
+        rank = tl.program_id(1) * BR + tl.arange(0, BR)
+        col = tl.arange(0, D_P)
+        at = slot.to(tl.int64) * A_EXPERTS
+        if A_EXPERTS > 1:
+            at += expert
+        a = tl.load(
+            a_ptr + at * R * D + rank[:, None] * D + col[None, :],
+            mask=used & (rank < R)[:, None] & (col < D)[None, :],
+            other=0.0,
+        )
+        if not INPUT:
+            gdc_wait()
+        row = 0 if INPUT else pair
+        v = tl.load(v_ptr + row * D + col, mask=used & (col < D), other=0.0)
+        total = tl.sum(a.to(tl.float32) * v.to(tl.float32)[None, :], axis=1)
+        tl.store(out_ptr + pair * R + rank, total.to(tl.bfloat16), mask=rank < R)
 
 
 @triton.jit
 def _w13_kernel(
     x_ptr,
+    x_scale_ptr,
     w_ptr,
     scale_ptr,
     ids_ptr,
@@ -135,6 +163,7 @@ def _w13_kernel(
     MODE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RANK: tl.constexpr,
+    ENCODED: tl.constexpr,
     EARLY: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS_P: tl.constexpr,
@@ -163,11 +192,24 @@ def _w13_kernel(
         else:
             gate_s = tl.load(scale_ptr + expert * 2 * I + row, mask=row < I, other=0.0)
             up_s = tl.load(scale_ptr + expert * 2 * I + I + row, mask=row < I, other=0.0)
+        if RANK > 0:
+            slot = tl.load(slots_ptr).to(tl.int32)
+            used = (slot >= 0) & (slot < SLOTS)
+            r = tl.arange(0, RANK)
+            b = b_ptr + ((slot.to(tl.int64) * E + expert) * 2 * I + row[:, None]) * RANK + r[None, :]
+            keep = used & (row < I)[:, None]
+            gate_b = tl.load(b, mask=keep, other=0.0)
+            up_b = tl.load(b + I * RANK, mask=keep, other=0.0)
         if EARLY:
             gdc_wait()
         cols = group[:, None] * 128 + tl.arange(0, 128)[None, :]
         x = tl.load(x_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-        x = _requantized(x, MODE)
+        if not ENCODED:
+            x = _requantized(x, MODE)
+        elif MODE == "group":
+            x *= tl.load(x_scale_ptr + group, mask=group < GROUPS, other=0.0)[:, None]
+        else:
+            x *= tl.load(x_scale_ptr)
         if BLOCK:
             gate_x = tl.reshape(x * gate_s[:, None], [H_P])
             up_x = tl.reshape(x * up_s[:, None], [H_P])
@@ -180,17 +222,11 @@ def _w13_kernel(
         if RANK > 0:
             gate = _through_memory(scratch_ptr + pair * 2 * I + row, gate, row < I)
             up = _through_memory(scratch_ptr + pair * 2 * I + I + row, up, row < I)
-            slot = tl.load(slots_ptr).to(tl.int32)
-            if (slot >= 0) & (slot < SLOTS):
-                r = tl.arange(0, RANK)
-                b = b_ptr + ((slot.to(tl.int64) * E + expert) * 2 * I + row[:, None]) * RANK + r[None, :]
-                keep = (row < I)[:, None]
-                gate_b = tl.load(b, mask=keep, other=0.0).to(tl.float32)
-                up_b = tl.load(b + I * RANK, mask=keep, other=0.0).to(tl.float32)
+            if used:
                 gate_d = tl.load(shrunk_ptr + pair * 2 * RANK + r).to(tl.float32)
                 up_d = tl.load(shrunk_ptr + pair * 2 * RANK + RANK + r).to(tl.float32)
-                gate += tl.sum(gate_b * gate_d[None, :], axis=1)
-                up += tl.sum(up_b * up_d[None, :], axis=1)
+                gate += tl.sum(gate_b.to(tl.float32) * gate_d[None, :], axis=1)
+                up += tl.sum(up_b.to(tl.float32) * up_d[None, :], axis=1)
         tl.store(h_ptr + pair * I + row, _glu(gate, up, ACTIVATION).to(tl.bfloat16), mask=row < I)
     elif EARLY:
         gdc_wait()
@@ -248,6 +284,16 @@ def _w2_kernel(
         s = tl.load(
             scale_ptr + base[:, None] * H + row[None, :], mask=valid[:, None] & (row < H)[None, :], other=0.0
         )
+    if RANK > 0:
+        slot = tl.load(slots_ptr).to(tl.int32)
+        used = (slot >= 0) & (slot < SLOTS)
+        r = tl.arange(0, RANK)
+        which = slot.to(tl.int64) * B_EXPERTS + (base if B_EXPERTS > 1 else base * 0)
+        b = tl.load(
+            b_ptr + (which[:, None, None] * H + row[None, :, None]) * RANK + r[None, None, :],
+            mask=used & valid[:, None, None] & (row < H)[None, :, None],
+            other=0.0,
+        )
     gdc_wait()
     cols = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     h = tl.load(
@@ -264,15 +310,7 @@ def _w2_kernel(
     if RANK > 0:
         at = scratch_ptr + pair[:, None] * H + row[None, :]
         out = _through_memory(at, out, (pair < K)[:, None] & (row < H)[None, :])
-        slot = tl.load(slots_ptr).to(tl.int32)
-        if (slot >= 0) & (slot < SLOTS):
-            r = tl.arange(0, RANK)
-            which = slot.to(tl.int64) * B_EXPERTS + (base if B_EXPERTS > 1 else base * 0)
-            b = tl.load(
-                b_ptr + (which[:, None, None] * H + row[None, :, None]) * RANK + r[None, None, :],
-                mask=valid[:, None, None] & (row < H)[None, :, None],
-                other=0.0,
-            )
+        if used:
             d = tl.load(shrunk_ptr + pair[:, None] * RANK + r[None, :], mask=valid[:, None], other=0.0)
             out += tl.sum(b.to(tl.float32) * d.to(tl.float32)[:, None, :], axis=2)
     weight = tl.load(weight_ptr + pair, mask=pair < K, other=0.0).to(tl.float32)
@@ -287,21 +325,18 @@ def _w2_kernel(
 def _w2_row_block(
     w,
     s,
+    b,
     pair,
-    expert,
     row,
     h_ptr,
-    b_ptr,
     shrunk_ptr,
     scratch_ptr,
-    slot,
+    used,
     I: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE: tl.constexpr,
     RANK: tl.constexpr,
-    B_EXPERTS: tl.constexpr,
-    SLOTS: tl.constexpr,
     GROUPS_P: tl.constexpr,
 ):
     """One pair's result rows (before its routing weight), from weights already asked for."""
@@ -315,13 +350,8 @@ def _w2_row_block(
         out = out * s
     if RANK > 0:
         out = _through_memory(scratch_ptr + pair * H + row, out, row < H)
-        if (slot >= 0) & (slot < SLOTS):
-            r = tl.arange(0, RANK)
-            at = slot.to(tl.int64) * B_EXPERTS
-            if B_EXPERTS > 1:
-                at += expert
-            b = tl.load(b_ptr + (at * H + row[:, None]) * RANK + r[None, :], mask=(row < H)[:, None], other=0.0)
-            d = tl.load(shrunk_ptr + pair * RANK + r)
+        if used:
+            d = tl.load(shrunk_ptr + pair * RANK + tl.arange(0, RANK))
             out += tl.sum(b.to(tl.float32) * d.to(tl.float32)[None, :], axis=1)
     return out
 
@@ -330,15 +360,20 @@ def _w2_row_block(
 def _w2_ask(
     w_ptr,
     scale_ptr,
+    b_ptr,
+    slot,
+    used,
     expert,
     row0,
     I: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    B_EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS_P: tl.constexpr,
 ):
-    """Weights ``[ROWS, I_P]`` of one expert and their scales; zeros for expert -1."""
+    """One expert's weights ``[ROWS, I_P]``, their scales and the adapter's B ``[ROWS, RANK]``; zeros for expert -1."""
     GROUPS: tl.constexpr = (I + 127) // 128
     row = row0 + tl.arange(0, ROWS)
     col = tl.arange(0, GROUPS_P * 128)
@@ -351,7 +386,14 @@ def _w2_ask(
         s = tl.load(at, mask=(group < GROUPS) & (expert >= 0), other=0.0)
     else:
         s = tl.load(scale_ptr + base * H + row, mask=(row < H) & (expert >= 0), other=0.0)
-    return w, s
+    b = w
+    if RANK > 0:
+        at = slot.to(tl.int64) * B_EXPERTS
+        if B_EXPERTS > 1:
+            at += base
+        at = (at * H + row[:, None]) * RANK + tl.arange(0, RANK)[None, :]
+        b = tl.load(b_ptr + at, mask=used & (row < H)[:, None] & (expert >= 0), other=0.0)
+    return w, s, b
 
 
 @triton.jit
@@ -390,40 +432,47 @@ def _w2_loop_kernel(
     expert = tl.max(tl.where(pairs == first, experts, -1), axis=0)
     row0 = tl.program_id(0) * ROWS
     row = row0 + tl.arange(0, ROWS)
-    w, s = _w2_ask(w_ptr, scale_ptr, expert, row0, I, H, BLOCK, ROWS, GROUPS_P)
-    gdc_wait()
-    slot = -1
+    slot = first * 0 - 1
     if RANK > 0:
         slot = tl.load(slots_ptr).to(tl.int32)
+    used = (slot >= 0) & (slot < SLOTS)
+    w, s, b = _w2_ask(
+        w_ptr, scale_ptr, b_ptr, slot, used, expert, row0, I, H, BLOCK, RANK, B_EXPERTS, ROWS, GROUPS_P
+    )
+    gdc_wait()
     y = tl.zeros([ROWS], tl.float32)
     if first < K:
         out = _w2_row_block(
-            w, s, first, expert, row, h_ptr, b_ptr, shrunk_ptr, scratch_ptr, slot,
-            I, H, BLOCK, MODE, RANK, B_EXPERTS, SLOTS, GROUPS_P,
-        )  # fmt: skip
+            w, s, b, first, row, h_ptr, shrunk_ptr, scratch_ptr, used, I, H, BLOCK, MODE, RANK, GROUPS_P
+        )
         y += out * tl.load(weight_ptr + first).to(tl.float32)
     for k in range(first + 1, K):
         expert = tl.max(tl.where(pairs == k, experts, -1), axis=0)
         if expert >= 0:
-            w, s = _w2_ask(w_ptr, scale_ptr, expert, row0, I, H, BLOCK, ROWS, GROUPS_P)
+            w, s, b = _w2_ask(
+                w_ptr, scale_ptr, b_ptr, slot, used, expert, row0, I, H, BLOCK, RANK, B_EXPERTS, ROWS, GROUPS_P
+            )
             out = _w2_row_block(
-                w, s, k, expert, row, h_ptr, b_ptr, shrunk_ptr, scratch_ptr, slot,
-                I, H, BLOCK, MODE, RANK, B_EXPERTS, SLOTS, GROUPS_P,
-            )  # fmt: skip
+                w, s, b, k, row, h_ptr, shrunk_ptr, scratch_ptr, used, I, H, BLOCK, MODE, RANK, GROUPS_P
+            )
             y += out * tl.load(weight_ptr + k).to(tl.float32)
     tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=row < H)
+
+
+LONG_ROW = 4096  # columns; longer rows are quantised once, ahead of w13
 
 
 def tiles(h: int, i: int, k: int) -> dict[str, int]:
     """Rows and warps of a program of each launch; ``together``: w2 takes all pairs at once."""
     # Measured on an H200: 8 rows are best for I = 768, 4 for I = 512 (more programs) and for H = 6144 (registers).
     return {
-        "w13_rows": 4 if h > 4096 or i <= 512 else 8,
+        "w13_rows": 4 if h > LONG_ROW or i <= 512 else 8,
         "w13_warps": 4,
         "w2_rows": 4 if i <= 512 else 8,
         "w2_warps": 4,
         "together": triton.next_power_of_2(k) * triton.next_power_of_2(i) <= 8192,
-        "ranks": 4,
+        # Ranks of a shrink program: a long row is divided further, or a thread would hold too much of it.
+        "ranks": 1 if h > LONG_ROW else 4,
     }
 
 
@@ -463,25 +512,34 @@ def one_token(
     slot = slots if slots is not None else topk_ids
     common = {"E": experts, "SLOTS": slots_count, "HAS_MAP": expert_map is not None}
 
-    def shrunk(v: torch.Tensor, a: torch.Tensor, same_row: bool) -> torch.Tensor:
-        d = a.shape[-1]
+    groups = triton.next_power_of_2(triton.cdiv(h, 128))
+    encoded = quantised and h > LONG_ROW
+    row, scale = row_buffers(1, h, mode, x.device) if encoded else (x, x)
+
+    def shrunk(v: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        first, d = v is x, a.shape[-1]
         ranks = a[0, 0].numel() // d
         result = torch.empty((k, ranks), dtype=torch.bfloat16, device=x.device)
-        _shrink_kernel[(k, triton.cdiv(ranks, tile["ranks"]))](
-            v, a, topk_ids, emap, slot, result, globally,
-            D=d, R=ranks, A_EXPERTS=a.shape[1], SAME_ROW=same_row, EARLY=not same_row, BR=tile["ranks"],
-            D_P=triton.next_power_of_2(d), **common, num_warps=4, launch_pdl=True,
+        _shrink_kernel[(k + first, triton.cdiv(ranks, tile["ranks"]))](
+            v, a, topk_ids, emap, slot, result, row, scale, globally,
+            K=k, D=d, R=ranks, A_EXPERTS=a.shape[1], INPUT=first, MODE=mode if encoded else "none", BR=tile["ranks"],
+            GROUPS_P=triton.next_power_of_2(triton.cdiv(d, 128)), **common, num_warps=4, launch_pdl=True,
         )  # fmt: skip
         return result
 
-    s13 = shrunk(x, lora[0], True) if lora is not None else x
+    s13 = x
+    if lora is not None:
+        s13 = shrunk(x, lora[0])
+    elif encoded:
+        _encode_kernel[(1,)](x, row, scale, H=h, MODE=mode, GROUPS_P=groups, num_warps=8, launch_pdl=True)
     _w13_kernel[(k, triton.cdiv(i, tile["w13_rows"]))](
-        x, w13, w13_scale, topk_ids, emap, slot, lora[1] if lora is not None else x, s13, hidden, scratch, globally,
-        I=i, H=h, BLOCK=block, MODE=mode, ACTIVATION=activation, RANK=rank, EARLY=lora is not None,
-        ROWS=tile["w13_rows"], GROUPS_P=triton.next_power_of_2(triton.cdiv(h, 128)), **common,
-        num_warps=tile["w13_warps"], launch_pdl=True,
+        row, scale, w13, w13_scale, topk_ids, emap, slot, lora[1] if lora is not None else x, s13, hidden, scratch,
+        globally,
+        I=i, H=h, BLOCK=block, MODE=mode, ACTIVATION=activation, RANK=rank, ENCODED=encoded,
+        EARLY=encoded or lora is not None,
+        ROWS=tile["w13_rows"], GROUPS_P=groups, **common, num_warps=tile["w13_warps"], launch_pdl=True,
     )  # fmt: skip
-    s2 = shrunk(hidden, lora[2], False) if lora is not None else x
+    s2 = shrunk(hidden, lora[2]) if lora is not None else x
     (_w2_kernel if tile["together"] else _w2_loop_kernel)[(triton.cdiv(h, tile["w2_rows"]),)](
         hidden, w2, w2_scale, topk_ids, emap, slot, lora[3] if lora is not None else x, s2, topk_weights, out,
         scratch, globally,

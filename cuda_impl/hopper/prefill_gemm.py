@@ -7,9 +7,9 @@ w2 two neighbouring boxes. Rows arrive sorted by (expert, adapter) with every ex
 whose second half is empty costs one warpgroup nothing but the handshakes.
 
 Scales. Every 128-column step is multiplied into a temporary that is added in f32, because the tensor core's own fp8
-accumulator truncates. ``block`` scales the temporary first; ``channel`` (one scale a row, one a weight row) scales
-the sum. The temporary of one step is the accumulator operand of the next with ``use_acc=False``: given a fresh zero
-tensor instead, the assembler keeps two of them and spills.
+accumulator keeps 14 bits (`common.fp8_sums` computes the same). ``block`` scales the temporary first; ``channel`` (one
+scale a row, one a weight row) scales the sum. The temporary of one step is the accumulator operand of the next with
+``use_acc=False``: given a fresh zero tensor instead, the assembler keeps two of them and spills.
 
 LoRA. The B tiles of the adapters present in the tile travel through the same ring as stages of their own, before the K
 loop, while the temporary is free (after it the assembler would serialise the products and spill). Their product
@@ -202,7 +202,8 @@ def _add_lora(
     for j in range(nseg):
         adapter = gl.load(seg_slot_ptr + seg0 + j)
         mine = (row_slot == adapter)[:, None]
-        for c in gl.static_range(RANK // CHUNK):
+        # Unrolled, the products of one chunk would wait in registers beside those of the next, and spill.
+        for c in range(RANK // CHUNK):
             s_lo = gl.load(ptrs + c * CHUNK)
             if GATED:
                 s_hi = gl.load(ptrs + HI + c * CHUNK)
@@ -395,13 +396,14 @@ def _consumer(
                     full, empty, b_bufs, slot, phase, GATED, RANK, STAGES,
                 )  # fmt: skip
                 if not BLOCK:
-                    # The scales come after the loop, so they are taken out here first.
-                    sa, s_lo, s_hi = _channel_scales(
-                        a_scale_ptr, b_scale_ptr, row0, expert, n0, HALF, GATED, RANK > 0, N
-                    )
-                    sa = reciprocal(sa)[:, None]
-                    lo = lo * sa * reciprocal(s_lo)[None, :]
-                    hi = hi * sa * reciprocal(s_hi)[None, :]
+                    if nseg > 0:
+                        # The scales come after the loop, so they are taken out here first.
+                        sa, s_lo, s_hi = _channel_scales(
+                            a_scale_ptr, b_scale_ptr, row0, expert, n0, HALF, GATED, RANK > 0, N
+                        )
+                        sa = reciprocal(sa)[:, None]
+                        lo = lo * sa * reciprocal(s_lo)[None, :]
+                        hi = hi * sa * reciprocal(s_hi)[None, :]
             lo, hi, tmp, slot, phase = _main_loop(
                 lo, hi, tmp, a_scale_ptr, b_scale_ptr, row0, expert, nb, nb_hi, full, empty, a_bufs, b_bufs,
                 slot, phase, WG, HALF_BLOCKS * (2 if GATED else 1), K_STEPS, BLOCK, STAGES,

@@ -220,6 +220,8 @@ def combine(
 
 @triton.jit
 def _slots_kernel(ids_ptr, slot_ids_ptr, out_ptr, tokens, SLOTS: tl.constexpr, S_P: tl.constexpr, BLOCK: tl.constexpr):
+    gdc_wait()
+    gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, S_P)
     adapter = tl.load(ids_ptr + token, mask=token < tokens, other=-1).to(tl.int32)
@@ -233,6 +235,7 @@ def slots_of(adapter_ids: torch.Tensor, slot_ids: torch.Tensor) -> torch.Tensor:
     out = torch.empty(adapter_ids.shape, dtype=torch.int32, device=adapter_ids.device)
     slots = slot_ids.shape[0]
     _slots_kernel[(triton.cdiv(adapter_ids.shape[0], 256),)](
-        adapter_ids, slot_ids, out, adapter_ids.shape[0], SLOTS=slots, S_P=triton.next_power_of_2(slots), BLOCK=256
-    )
+        adapter_ids, slot_ids, out, adapter_ids.shape[0], SLOTS=slots, S_P=triton.next_power_of_2(slots), BLOCK=256,
+        launch_pdl=True,
+    )  # fmt: skip
     return out

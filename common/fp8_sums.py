@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of FP8 rows as Hopper's tensor cores sum them, on the host and bit for bit.
+
+One FP8 instruction multiplies 32 columns. It aligns the 32 exact products, and what its accumulator held, to the
+largest exponent among them, keeps 13 fractional bits of each (towards zero), adds, and keeps 13 fractional bits of the
+sum. Measured on an H200: every one of 24,576 sums of 32, 64 and 128 columns equals what this file gives.
+
+A kernel takes the product out of the accumulator after `every` columns and goes on in float32; in w13 that decides the
+last bits of g, and with them now and then the FP8 code of a value of h. So `Recipe.fp8_sums` names it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .numerics import BLOCK
+
+INSTRUCTION = 32  # columns of one FP8 product
+FRACTION = 13  # fractional bits that survive alignment, and a sum
+INTERVALS = (32, 64, 128)
+_ZERO = -127  # exponent of a zero: below any product's
+_CHUNK = 1 << 23  # products held at once
+
+
+def _exponents(v: np.ndarray) -> np.ndarray:
+    """floor(log2 |v|), for e4m3 values; a subnormal has that of the smallest normal number, a zero none."""
+    _, e = np.frexp(np.abs(v))
+    return np.where(v == 0, _ZERO, np.maximum(e - 1, -6)).astype(np.int32)
+
+
+def _truncate(v: np.ndarray, exponent: np.ndarray) -> np.ndarray:
+    """`v` (float32) towards zero to FRACTION bits below `exponent`."""
+    return np.ldexp(np.trunc(np.ldexp(v, FRACTION - exponent)), exponent - FRACTION)
+
+
+def _instruction(
+    a: np.ndarray, b: np.ndarray, ea: np.ndarray, eb: np.ndarray, held: np.ndarray | None
+) -> np.ndarray:
+    """One instruction's sum, f32 ``[R, N]``, of ``a [R, k]`` and ``b [N, k]`` and what the accumulator held."""
+    top = (ea[:, None] + eb[None]).max(-1)
+    if held is not None:
+        _, e = np.frexp(np.abs(held))
+        top = np.maximum(top, np.where(held == 0, 2 * _ZERO, e - 1))
+    top = np.maximum(top, _ZERO)  # nothing but zeros
+    # Exact in float32: a product has 8 bits, an aligned one 16, a sum of 33 of them 21.
+    total = _truncate(a[:, None] * b[None], top[..., None]).sum(-1, dtype=np.float32)
+    if held is not None:
+        total = total + _truncate(held, top)
+    _, e = np.frexp(np.abs(total))
+    return _truncate(total, np.where(total == 0, 0, e - 1))
+
+
+def short_sums(a: np.ndarray, b: np.ndarray, every: int) -> np.ndarray:
+    """``a @ b.T`` over at most 128 columns.
+
+    Args:
+      a: e4m3 ``[R, K]``, or float32 holding e4m3 values; K <= 128.
+      b: the same, ``[N, K]``.
+      every: columns after which the product leaves the accumulator, one of INTERVALS; what left is added in float32,
+        neighbours first.
+
+    Returns:
+      f32 ``[R, N]``. A row with NaN gives NaN.
+
+    Raises:
+      ValueError: more than 128 columns, or another interval.
+    """
+    if every not in INTERVALS:
+        raise ValueError(f"every: got {every!r}, want one of {INTERVALS}")
+    if a.shape[-1] > BLOCK or a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"a, b: got {a.shape[-1]} and {b.shape[-1]} columns, want as many in both, at most {BLOCK}")
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    out = np.empty((len(a), len(b)), np.float32)
+    rows = max(1, _CHUNK // (max(len(b), 1) * INSTRUCTION))
+    with np.errstate(invalid="ignore"):
+        eb = _exponents(b)
+        for first in range(0, len(a), rows):
+            part = a[first : first + rows]
+            ea = _exponents(part)
+            left = []
+            for start in range(0, a.shape[1], every):
+                held = None
+                for k in range(start, min(start + every, a.shape[1]), INSTRUCTION):
+                    run = slice(k, k + INSTRUCTION)
+                    held = _instruction(part[:, run], b[:, run], ea[:, run], eb[:, run], held)
+                left.append(held)
+            while len(left) > 1:
+                left = [sum(left[i + 1 : i + 2], left[i]) for i in range(0, len(left), 2)]  # type: ignore[arg-type]
+            out[first : first + rows] = left[0]
+    return out

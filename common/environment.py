@@ -27,7 +27,7 @@ VARIABLES: dict[str, str] = {
     "ISOMOE_CHECK": "1: report expert ids outside the layer, which are otherwise skipped silently",
     "ISOMOE_BATCH_INVARIANT": "1: one kernel for every batch size, so that a row's bits never depend on it",
     "ISOMOE_DISABLE": "1: the vLLM and tpu-inference plugins register nothing",
-    "ISOMOE_VLLM": "1: vLLM's FP8 MoE layers on CUDA run on this package's kernels; 0 (default): on vLLM's",
+    "ISOMOE_VLLM": "1 (default on Hopper): vLLM's FP8 MoE layers on CUDA run on this package's kernels; 0: on vLLM's",
     "ISOMOE_HOPPER": "0: the portable Triton kernels also on compute capability 9.0, instead of the Gluon ones",
     "ISOMOE_TUNED_DIR": "a folder with tables of measured kernel choices, looked in before the shipped ones",
     "ISOMOE_TPU_RECIPE": "w8a8 or w8a16 in the tpu-inference plugin; default: w8a8 on v7x, w8a16 before it",

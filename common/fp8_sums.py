@@ -3,7 +3,7 @@
 
 One FP8 instruction multiplies 32 columns. It aligns the 32 exact products, and what its accumulator held, to the
 largest exponent among them, keeps 13 fractional bits of each (towards zero), adds, and keeps 13 fractional bits of the
-sum. Measured on an H200: every one of 24,576 sums of 32, 64 and 128 columns equals what this file gives.
+sum. Every one of 122,880 sums of 32, 64 and 128 columns that an H200 gave equals what this file gives.
 
 A kernel takes the product out of the accumulator after `every` columns and goes on in float32; in w13 that decides the
 last bits of g, and with them now and then the FP8 code of a value of h. So `Recipe.fp8_sums` names it.
@@ -85,6 +85,7 @@ def short_sums(a: np.ndarray, b: np.ndarray, every: int) -> np.ndarray:
                     held = _instruction(part[:, run], b[:, run], ea[:, run], eb[:, run], held)
                 left.append(held)
             while len(left) > 1:
-                left = [sum(left[i + 1 : i + 2], left[i]) for i in range(0, len(left), 2)]  # type: ignore[arg-type]
+                pairs = [left[i : i + 2] for i in range(0, len(left), 2)]
+                left = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]  # type: ignore[operator]
             out[first : first + rows] = left[0]
     return out

@@ -5,9 +5,10 @@ vLLM runs `register` (entry point group ``vllm.general_plugins``) once in every 
 `compressed-tensors` and `modelopt` quantisations, of any model) then ask this package's selector. A layer that it
 serves runs on this package's experts, adapters included; any other keeps vLLM's own choice, and one log line says why.
 
-``ISOMOE_VLLM=1`` turns the takeover on, ``0`` off. ``ISOMOE_DISABLE=1`` leaves vLLM wholly as it is. On a TPU, and on
-out-of-tree platforms, vLLM's FP8 constructors get the answer NONE where its own selector would raise; nothing else
-changes there. Nothing of vLLM is imported until `register` runs.
+``ISOMOE_VLLM=1`` turns the takeover on, ``0`` off; unset it is on where whole engines were measured (compute capability
+9.0). ``ISOMOE_DISABLE=1`` leaves vLLM wholly as it is. On a TPU, and on out-of-tree platforms, vLLM's FP8 constructors
+get the answer NONE where its own selector would raise; nothing else changes there. Nothing of vLLM is imported until
+`register` runs.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 ENV_DISABLE = "ISOMOE_DISABLE"
 ENV_TAKEOVER = "ISOMOE_VLLM"
-# What an unset ISOMOE_VLLM means.
-DEFAULT_TAKEOVER = False
+# Where an unset ISOMOE_VLLM means 1: on these devices engines were held against vLLM's.
+MEASURED_ON = ((9, 0),)
 
 _lock = threading.Lock()
 _registered: str | None = None
 
 
-def takeover_wanted() -> bool:
-    """Whether CUDA layers go to this package."""
+def takeover_wanted(capability: tuple[int, int] | None) -> bool:
+    """Whether CUDA layers go to this package on a device of that compute capability (None: unknown)."""
     value = os.environ.get(ENV_TAKEOVER, "").strip()
-    return DEFAULT_TAKEOVER if not value else value != "0"
+    return value != "0" if value else capability in MEASURED_ON
 
 
 def register() -> None:
@@ -61,7 +62,8 @@ def _register() -> str:
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
-        if not takeover_wanted():
+        found = current_platform.get_device_capability()
+        if not takeover_wanted(None if found is None else (found.major, found.minor)):
             logger.info("isomoe: set %s=1 to run vLLM's FP8 MoE layers on this package's kernels", ENV_TAKEOVER)
             return ""
         role = "takeover"

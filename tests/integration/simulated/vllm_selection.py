@@ -173,6 +173,7 @@ def test_install_and_register_are_idempotent(world: Any, monkeypatch: pytest.Mon
     [
         (PlatformEnum.CUDA, {"ISOMOE_VLLM": "1"}, True),
         (PlatformEnum.CUDA, {"ISOMOE_VLLM": "0"}, False),
+        (PlatformEnum.CUDA, {}, True),
         (PlatformEnum.CUDA, {"ISOMOE_VLLM": "1", "ISOMOE_DISABLE": "1"}, False),
         (PlatformEnum.TPU, {}, True),
         (PlatformEnum.TPU, {"ISOMOE_DISABLE": "1"}, False),
@@ -198,6 +199,20 @@ def test_where_the_plugin_acts(
         vllm_plugin.register()
         assert vllm_plugin.is_registered() is registered
         assert (module.select_fp8_moe_backend is not original) is registered
+    finally:
+        selection.uninstall()
+
+
+@pytest.mark.parametrize(("value", "registered"), [("", False), ("1", True)])
+def test_unmeasured_devices_want_to_be_asked(
+    world: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch, value: str, registered: bool
+) -> None:
+    monkeypatch.setenv("ISOMOE_VLLM", value)
+    monkeypatch.setattr(vllm_plugin, "_registered", None)
+    cuda.become(PlatformEnum.CUDA, (8, 0))
+    try:
+        vllm_plugin.register()
+        assert vllm_plugin.is_registered() is registered
     finally:
         selection.uninstall()
 

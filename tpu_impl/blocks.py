@@ -35,6 +35,9 @@ WEIGHT_SHARE = 0.35
 TILE_OVERHEAD = 70
 PANELS = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 RUNGS = (32, 64, 128, 256, 512, 768)
+# Panels that take the matrix unit so many times as long as their weights take to come in are tall enough: another one
+# costs no time, and each height costs code.
+PANEL_RIDGE = 2
 # Masked lanes one dot may spend on adapters before visits are split instead.
 MAX_LANES = 1024
 # Scalar memory the compiler keeps for itself.
@@ -77,7 +80,8 @@ def _rungs(rows: int, mean: float, scheme: str) -> tuple[int, ...]:
     """
     short = SUBLANES if scheme == "block" else BF16_SUBLANES
     step = short if rows <= 2 * ROW_BLOCK else 2 * ROW_BLOCK
-    usual = {max(ROW_BLOCK, round_up(math.ceil(mean + k * math.sqrt(mean)), step)) for k in (0, 2)}
+    last = mean % rows  # what is left for an expert's last panel
+    usual = {max(ROW_BLOCK, round_up(math.ceil(last + k * math.sqrt(mean)), step)) for k in (0, 2)}
     return (*sorted(r for r in {*RUNGS, *usual} if r < rows), rows)
 
 
@@ -91,6 +95,13 @@ def panel_target(num_tokens: int, config: FusedMoEConfig) -> int:
     """Rows nearly every expert stays under with uniform routing: mean plus three standard deviations."""
     mean = num_tokens * config.experts_per_token / config.num_experts
     return max(1, min(math.ceil(mean + 3 * math.sqrt(mean)), num_tokens))
+
+
+def panel_cap(gen: Generation, scheme: str, recipe: str) -> int:
+    """Rows above which a taller panel gains nothing (`PANEL_RIDGE`)."""
+    tflops = gen.fp8_tflops if recipe == "w8a8" else gen.bf16_tflops
+    ridge = tflops * 1e3 / (2 * gen.hbm_gbps) * (2 if scheme == "bf16" else 1)
+    return next((p for p in PANELS if p >= PANEL_RIDGE * ridge), PANELS[-1])
 
 
 def make_spec(
@@ -203,7 +214,8 @@ def choose_blocks(
         raise ValueError(f"max_lora_rank: got {max_lora_rank} with max_loras={max_loras}, want both or neither")
     width = bf or tile_width(gen, config, scheme)
     mean = num_tokens * config.experts_per_token / config.num_experts
-    hidden, target = padded_hidden(config.hidden_dim), panel_target(num_tokens, config)
+    hidden = padded_hidden(config.hidden_dim)
+    target = min(panel_target(num_tokens, config), panel_cap(gen, scheme, recipe))
     rank = padded_rank(max_lora_rank) if max_loras else 0
     lora = LoRASpec(max_loras, rank) if max_loras else None
     covering = [p for p in PANELS if p >= target][:1]

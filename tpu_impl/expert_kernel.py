@@ -190,8 +190,6 @@ class _Kernel:
         if spec.dispatch == "ag_fp8":
             self.unpack_block(v, i, rows)
             return
-        if spec.lora:
-            self.note_slots(v, i)
         halves = unpack_rows(r["xg"][p, i].reshape(ROW_BLOCK, half))
         kept = r["xb"] if "xb" in r else (r["xs"] if spec.recipe != "w8a8" else None)
         if kept is not None:
@@ -199,6 +197,8 @@ class _Kernel:
                 kept[rows, j * half : (j + 1) * half] = part.astype(jnp.bfloat16)
         if spec.recipe == "w8a8":
             self.quantize_block(rows, halves)
+        if spec.lora:
+            self.note_slots(v, i)
 
     def note_slots(self, v: jax.Array, i: jax.Array | int) -> None:
         """The adapter of each row of block i, in all lanes."""
@@ -306,10 +306,10 @@ class _Kernel:
     def tile(self, height: int, v: jax.Array, f: jax.Array, slot: jax.Array) -> None:
         """GMM1, LoRA, activation, quantise, GMM2 of `height` rows and one f tile."""
         rows = slice(0, height)
-        if self.spec.stages_in_tile and self.spec.does("gather"):
+        if self.spec.one_block and self.spec.does("gather"):
             for i in range(-(-height // ROW_BLOCK)):
                 self.stage_block(v, i)
-        if self.spec.lora and self.spec.tiles == 1:
+        if self.spec.lora and self.spec.one_block:
             self.shrink(height, v)
         if self.spec.block_scales:
             self.block_tile(rows, v, f, slot)
@@ -339,9 +339,9 @@ class _Kernel:
         return [self.expand(x, self.stack("lb13", f, columns=c)) for x, c in zip(shrunk, parts, strict=True)]
 
     def shrink_hidden(self, rows: slice, v: jax.Array, parts: list[jax.Array]) -> Any:
-        """Add a tile's hidden columns, shrunk in `parts`, to the sum over tiles; of the only one, both its terms."""
+        """Add a tile's hidden columns, shrunk in `parts`, to the sum over tiles; in one block, both its terms."""
         part = functools.reduce(jnp.add, parts)
-        if self.spec.tiles == 1:
+        if self.spec.one_block:
             return split_bf16(jnp.where(self.row_mask(v, rows), part, 0.0))
         self.r["us"][rows, :] += part
         return None
@@ -370,10 +370,11 @@ class _Kernel:
             out = _dot(h, r["w2v"][slot, :, n : n + w])
             if scale is not None:
                 out = out * scale
-            if spec.tiles == 1:
-                r["y"][rows, columns] = self.finished(v, out, columns, delta)
-            else:
-                r["y"][rows, columns] += out
+            if spec.finishes_in_tile:
+                out = self.finished(v, out, columns, delta)
+            elif spec.tiles > 1:
+                out = r["y"][rows, columns] + out
+            r["y"][rows, columns] = out
 
     def expand_result(self, shrunk: Any, columns: slice) -> jax.Array | None:
         """What adapters add to a range of result columns; None without adapters."""
@@ -423,7 +424,7 @@ class _Kernel:
                 out = self.scaled(out, scale, [r["s2v"][slot, k, b] for b in range(n // LANES, (n + w) // LANES)])
                 y = out if y is None else y + out
             assert y is not None
-            if spec.tiles == 1 and last:
+            if spec.finishes_in_tile and last:
                 y = self.finished(v, y, columns, self.expand_result(shrunk, columns))
             r["y"][rows, columns] = y
 
@@ -463,10 +464,10 @@ class _Kernel:
     def lora_stages(self) -> list[list[str]]:
         """Operands of a pair in the order they are used; copies of one stage start, and are waited for, together.
 
-        A stage starts as soon as the visit before has used the last: the only tile uses all at once.
+        A stage starts as soon as the visit before has used the last: one block uses all at once.
         """
         stages = [["a13"], ["lora_b13", "a2"], ["lora_b2"]]
-        return stages if self.spec.tiles > 1 else [functools.reduce(list.__add__, stages)]
+        return [functools.reduce(list.__add__, stages)] if self.spec.one_block else stages
 
     def lora_copies(self, v: jax.Array, run: jax.Array, stage: int) -> list[Any]:
         """Copies of a run of adapters."""
@@ -536,11 +537,15 @@ class _Kernel:
         a = spec.lanes
         source = r["xb"] if "xb" in r else r["xs"]
         mask = self.row_mask(v, slice(0, height))
-        for j in range(spec.halves):
-            shrunk = _dot_nt(source[0:height, :], self.stack("la13", j))
-            for i, part in enumerate(split_bf16(jnp.where(mask, shrunk, 0.0))):
-                r["vs"][i, 0:height, j * a : (j + 1) * a] = part
-        if spec.tiles > 1:
+        # Tall tiles stream rows once for both halves; for few, half the lanes each keep both matrix units busy.
+        together = [range(spec.halves)] if height > 2 * ROW_BLOCK else [[j] for j in range(spec.halves)]
+        for part in together:
+            both = jnp.concatenate([self.stack("la13", j) for j in part], axis=0)
+            shrunk = _dot_nt(source[0:height, :], both)
+            for n, j in enumerate(part):
+                for i, term in enumerate(split_bf16(jnp.where(mask, shrunk[:, n * a : (n + 1) * a], 0.0))):
+                    r["vs"][i, 0:height, j * a : (j + 1) * a] = term
+        if not spec.one_block:
             r["us"][0:height, :] = jnp.zeros((height, a), jnp.float32)
 
     # -- results ----------------------------------------------------------------------------------------------
@@ -556,13 +561,13 @@ class _Kernel:
         rows, sent = pl.ds(pl.multiple_of(first + at, block), block), slice(at, at + block)
         # All columns at once: a row of the send buffer is whole tiles, which part of one would be merged into.
         value = r["y"][rows, :]
-        if spec.tiles > 1:
+        if not spec.finishes_in_tile:
             shrunk = None
             if spec.lora:
                 shrunk = split_bf16(jnp.where(self.row_mask(v, rows), r["us"][rows, :], 0.0))
             value = self.finished(v, value, slice(None), self.expand_result(shrunk, slice(None)))
         if spec.fp8_wire:
-            if spec.tiles > 1:
+            if not spec.finishes_in_tile:
                 r["y"][rows, :] = value
             scale = fp8_scale(jnp.max(jnp.abs(value), axis=1, keepdims=True))
             r["st_scale"][q, sent] = jnp.broadcast_to(scale, (block, LANES)).reshape(block, 1, LANES)
@@ -677,11 +682,11 @@ class _Kernel:
         if spec.does("gather"):
             if self.blocks.xbuf == 2:
                 ahead(self.start_gather)
-            if not spec.stages_in_tile:
+            if not spec.one_block:
                 self.stage_rows(v)
             if self.blocks.xbuf == 1:
                 ahead(self.start_gather)
-        split = spec.tiles > 1
+        split = not spec.one_block
         if pairs and split:
             self.start_pairs(v, 2)
         if pairs:

@@ -15,8 +15,8 @@ from .llo import Schedule
 from .spec import KernelSpec
 from .time_model import VisitCost
 
-ADAPTER_LOOPS = {True: (2, 1), False: (0, 1)}
-"""Adapter DMA loops before and after the tiles, by whether there are several."""
+ADAPTER_LOOPS = {True: (0, 1), False: (2, 1)}
+"""Adapter DMA loops before and after the tiles, by `KernelSpec.one_block`."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
     outer = [x for x in schedule.loops if x.depth == 1]
     visit = max(outer, key=lambda x: x.bundles)
     children = schedule.children(visit)
-    before, after = ADAPTER_LOOPS[spec.tiles > 1] if spec.lora else (0, 0)
-    staging = int(not spec.stages_in_tile)
+    before, after = ADAPTER_LOOPS[spec.one_block] if spec.lora else (0, 0)
+    staging = int(not spec.one_block)
     want = 2 + staging + before + after + (spec.tiles > 1)
     if len(children) != want:
         sizes = ", ".join(str(x.bundles) for x in children)
@@ -80,7 +80,7 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
         previous, following = children[len(rows) + before - 1], children[len(rows) + before]
         bodies, once = _bodies(previous.end, following.start, visit.landings, heights), 0
     shrink: list[tuple[int, int]] = []
-    if spec.lora and spec.tiles > 1:
+    if spec.lora and not spec.one_block:
         # Between the copies of this visit's B2 and of the next one's A13.
         shrink = _bodies(children[2].end, children[3].start, visit.landings, heights)
     # The largest conditional bodies before the runs: waits for earlier sends have some of their own.

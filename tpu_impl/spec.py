@@ -263,15 +263,22 @@ class KernelSpec:
         return self.inter // self.blocks.bf
 
     @property
-    def stages_in_tile(self) -> bool:
-        """Whether rows are unpacked beside the dots: in an expert's only tile, of few rows, each height has its own."""
+    def one_block(self) -> bool:
+        """Whether a visit's rows are unpacked, multiplied and finished in one straight-line block for each height: an
+        expert has one tile, and few rows (in tall tiles what is done side by side would spill)."""
         return self.tiles == 1 and self.blocks.rows <= 2 * ROW_BLOCK and self.blocks.xbuf == 2
 
     @property
+    def finishes_in_tile(self) -> bool:
+        """Whether results get their scale, bias and adapters where they leave the only tile."""
+        return self.one_block or (self.tiles == 1 and self.lora is None)
+
+    @property
     def finish_rows(self) -> int:
-        """Result rows rounded at a time: few, as a visit's last are seldom many; where adapters are added to them, all
-        that are sent together, as B2 is loaded for each."""
-        return self.blocks.stage if self.lora and self.tiles > 1 else ROW_BLOCK
+        """Result rows rounded at a time: few, as a visit's last are seldom many; more where adapters are added to them,
+        as B2 is loaded for each."""
+        wide = self.lora is not None and not self.finishes_in_tile and self.blocks.stage % (2 * ROW_BLOCK) == 0
+        return 2 * ROW_BLOCK if wide else ROW_BLOCK
 
     @property
     def capacity(self) -> int:
@@ -429,7 +436,7 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
             Buffer("vs", "vmem", (2, rows, spec.halves * a), "bfloat16"),
             Buffer("lora_sem", "dma", (3,)),
         ]
-        if spec.tiles > 1:
+        if not spec.one_block:
             out.append(Buffer("us", "vmem", (rows, a), "float32"))
     return out
 

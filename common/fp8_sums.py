@@ -18,19 +18,26 @@ from .numerics import BLOCK
 INSTRUCTION = 32  # columns of one FP8 product
 FRACTION = 13  # fractional bits that survive alignment, and a sum
 INTERVALS = (32, 64, 128)
-_ZERO = -127  # exponent of a zero: below any product's
+_LEAST = -18  # exponent of the smallest product of two e4m3 values
+_SUBNORMAL = -6  # a subnormal has the exponent of the smallest normal number
+_ZERO = -1000
 _CHUNK = 1 << 23  # products held at once
 
 
 def _exponents(v: np.ndarray) -> np.ndarray:
-    """floor(log2 |v|), for e4m3 values; a subnormal has that of the smallest normal number, a zero none."""
+    """floor(log2 |v|) of float32 values, int16; far below any e4m3 value's for zeros."""
     _, e = np.frexp(np.abs(v))
-    return np.where(v == 0, _ZERO, np.maximum(e - 1, -6)).astype(np.int32)
+    return np.where(v == 0, _ZERO, e - 1).astype(np.int16)
 
 
-def _truncate(v: np.ndarray, exponent: np.ndarray) -> np.ndarray:
-    """`v` (float32) towards zero to FRACTION bits below `exponent`."""
-    return np.ldexp(np.trunc(np.ldexp(v, FRACTION - exponent)), exponent - FRACTION)
+def _code_exponents(v: np.ndarray) -> np.ndarray:
+    """The same of e4m3 values as the hardware takes them."""
+    return np.maximum(_exponents(v), np.where(v == 0, _ZERO, _SUBNORMAL).astype(np.int16))
+
+
+def _power(exponent: np.ndarray) -> np.ndarray:
+    """2 to an int16 exponent, float32."""
+    return ((exponent.astype(np.int32) + 127) << 23).view(np.float32)
 
 
 def _instruction(
@@ -39,15 +46,18 @@ def _instruction(
     """One instruction's sum, f32 ``[R, N]``, of ``a [R, k]`` and ``b [N, k]`` and what the accumulator held."""
     top = (ea[:, None] + eb[None]).max(-1)
     if held is not None:
-        _, e = np.frexp(np.abs(held))
-        top = np.maximum(top, np.where(held == 0, 2 * _ZERO, e - 1))
-    top = np.maximum(top, _ZERO)  # nothing but zeros
+        top = np.maximum(top, _exponents(held))
+    top = np.maximum(top, _LEAST)
     # Exact in float32: a product has 8 bits, an aligned one 16, a sum of 33 of them 21.
-    total = _truncate(a[:, None] * b[None], top[..., None]).sum(-1, dtype=np.float32)
+    scale = _power(FRACTION - top)
+    terms = a[:, None] * b[None]
+    terms *= scale[..., None]
+    total = np.trunc(terms, out=terms).sum(-1)
     if held is not None:
-        total = total + _truncate(held, top)
-    _, e = np.frexp(np.abs(total))
-    return _truncate(total, np.where(total == 0, 0, e - 1))
+        total += np.trunc(held * scale)
+    total *= _power(top - FRACTION)
+    keep = np.maximum(_exponents(total), 2 * _LEAST)
+    return np.trunc(total * _power(FRACTION - keep)) * _power(keep - FRACTION)
 
 
 def short_sums(a: np.ndarray, b: np.ndarray, every: int) -> np.ndarray:
@@ -73,10 +83,10 @@ def short_sums(a: np.ndarray, b: np.ndarray, every: int) -> np.ndarray:
     out = np.empty((len(a), len(b)), np.float32)
     rows = max(1, _CHUNK // (max(len(b), 1) * INSTRUCTION))
     with np.errstate(invalid="ignore"):
-        eb = _exponents(b)
+        eb = _code_exponents(b)
         for first in range(0, len(a), rows):
             part = a[first : first + rows]
-            ea = _exponents(part)
+            ea = _code_exponents(part)
             left = []
             for start in range(0, a.shape[1], every):
                 held = None

@@ -56,9 +56,9 @@ WORKER = textwrap.dedent(
 
 GROUPS = {
     "prefill": ("q30b", [("block", "w8a8", 0, 4096), ("block", "w8a8", 16, 4096), ("channel", "w8a8", 0, 4096)]),
-    "prefill_channel_lora": ("q30b", [("channel", "w8a8", 16, 4096)]),
+    "prefill_channel_lora": ("q30b", [("channel", "w8a8", 16, 4096), ("channel", "w8a8", 128, 4096)]),
     "decode": ("q30b", [("block", "w8a8", 0, 64), ("block", "w8a8", 16, 64), ("channel", "w8a8", 0, 256)]),
-    "decode_w8a16": ("q30b", [("block", "w8a16", 0, 64)]),
+    "decode_w8a16": ("q30b", [("block", "w8a16", 0, 64), ("block", "w8a16", 16, 256), ("channel", "w8a16", 0, 1024)]),
     "one_token": ("q30b", [("block", "w8a8", 0, 1), ("channel", "w8a8", 16, 1), ("block", "w8a16", 0, 1)]),
     "expert_parallel": ("q480b", [("block", "w8a8", 0, 1), ("block", "w8a8", 0, 64)]),
 }
@@ -93,3 +93,4 @@ def test_compiles_for_sm_90(group: str) -> None:
         if r["name"] in GEMMS:
             assert r["registers"] == GEMM_REGISTERS, where
             assert r["tensor_instructions"] > 0, where
+            assert not r["serialised"], where

@@ -30,6 +30,7 @@ class KernelReport:
       spill_instructions: local-memory loads and stores in the machine code.
       tensor_instructions: wgmma instructions in the machine code.
       stack_bytes: local memory a thread.
+      serialised: the assembler says that it makes tensor instructions wait for each other.
     """
 
     name: str
@@ -39,6 +40,7 @@ class KernelReport:
     spill_instructions: int
     tensor_instructions: int
     stack_bytes: int
+    serialised: bool
 
 
 class _TargetDriver:
@@ -78,6 +80,13 @@ def inspect(compiled: Any, name: str, key: str) -> KernelReport:
         usage = subprocess.run(
             [tools / "cuobjdump", "--dump-resource-usage", path], check=True, capture_output=True, text=True
         ).stdout
+        source = os.path.join(folder, "kernel.ptx")
+        Path(source).write_text(compiled.asm["ptx"])
+        arch = "sm_90a" if ".target sm_90a" in compiled.asm["ptx"] else "sm_90"
+        said = subprocess.run(
+            [tools / "ptxas", f"-arch={arch}", "-v", "-o", os.devnull, source],
+            check=True, capture_output=True, text=True,
+        ).stderr  # fmt: skip
         sass = subprocess.run(
             [tools / "cuobjdump", "--dump-sass", path], check=True, capture_output=True, text=True
         ).stdout
@@ -92,6 +101,7 @@ def inspect(compiled: Any, name: str, key: str) -> KernelReport:
         spill_instructions=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
         tensor_instructions=len(re.findall(r"\b(?:QGMMA|HGMMA)\b", sass)),
         stack_bytes=int(found.group(2)),
+        serialised="serialized" in said,
     )
 
 

@@ -12,7 +12,7 @@ import itertools
 from dataclasses import dataclass
 
 from .llo import Schedule
-from .spec import KernelSpec
+from .spec import ROW_BLOCK, KernelSpec
 from .time_model import VisitCost
 
 ADAPTER_LOOPS = {True: (0, 1), False: (2, 1)}
@@ -63,6 +63,8 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
     before, after = ADAPTER_LOOPS[spec.one_block] if spec.lora else (0, 0)
     staging = int(not spec.one_block)
     want = 2 + staging + before + after + (spec.tiles > 1)
+    while len(children) > want and children[0].bundles < ROW_BLOCK:
+        del children[0]  # a copy that the compiler makes in pieces, where an operand of a whole layer lies otherwise
     if len(children) != want:
         sizes = ", ".join(str(x.bundles) for x in children)
         raise RuntimeError(f"schedule: got {len(children)} loops in a visit ({sizes} bundles), want {want}")

@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import base64
+import functools
 import html
 import io
 import json
+import multiprocessing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from ..tests.conformance import CheckResult, Subject
+    from ..tests.conformance import Check, CheckResult, Subject
+    from ..tests.matrix import Case
 
 FINDINGS = 1
 _STYLES = {"pass": "green", "fail": "bold red", "error": "bold red", "not served": "dim", "unavailable": "dim"}
@@ -48,6 +52,7 @@ def conform(
     production: Annotated[
         bool, typer.Option("--production", help="Real layer sizes too; native runs only.")
     ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the cases.")] = 1,
 ) -> None:
     """Run the conformance matrix on an executor: parity, invariants, adapters, expert parallelism.
 
@@ -61,7 +66,7 @@ def conform(
         if report is not None:
             Path(report).mkdir(parents=True, exist_ok=True)
         _prepare()
-        from ..tests.conformance import plan, run_check, subject_for
+        from ..tests.conformance import subject_for
         from .golden import check_pack, diagnose, read_pack
 
         pack = read_pack(golden) if golden else []
@@ -73,13 +78,11 @@ def conform(
                 f"--production: got it with {subject.name}, which is {subject.info.state} here, not native"
             )
         level = "quick" if quick else "full" if full else "standard"
-        cells = list(plan(subject, level, production=production))
         results = []
-        for i, (check, case) in enumerate(cells):
-            found = run_check(check, subject, case)
+        for found, at in _results(executor, level, production, jobs):
             results.append(found)
             if found.verdict not in ("pass", "not served"):
-                typer.echo(f"[{i + 1}/{len(cells)}] {found}", err=True)
+                typer.echo(f"[{at}] {found}", err=True)
         # Probes once for each recipe that failed, so that findings come with the stage where they begin.
         stages: dict[tuple[str, str], str] = {}
         for key in {_kind(r) for r in results if r.verdict in ("fail", "error")}:
@@ -94,6 +97,39 @@ def conform(
         typer.echo(f"report: {folder / 'conform.html'}, {folder / 'conform.json'}")
     if any(not r.ok for r in results) or any(r["verdict"] not in ("pass", "not served") for r in pack_results):
         raise typer.Exit(FINDINGS)
+
+
+def _cells(executor: str, level: str, production: bool) -> tuple[Subject, list[tuple[Check, Case]]]:
+    _prepare()
+    from ..tests.conformance import plan, subject_for
+
+    subject = subject_for(executor)
+    return subject, list(plan(subject, level, production=production))
+
+
+_cells_of_process = functools.cache(_cells)
+
+
+def _run_cell(executor: str, level: str, production: bool, index: int) -> CheckResult:
+    from ..tests.conformance import run_check
+
+    subject, cells = _cells_of_process(executor, level, production)
+    return run_check(cells[index][0], subject, cells[index][1])
+
+
+def _results(executor: str, level: str, production: bool, jobs: int) -> Iterator[tuple[CheckResult, str]]:
+    """Every pair's result in order, and its place; over several processes where asked."""
+    from ..tests.conformance import run_check
+
+    subject, cells = _cells(executor, level, production)
+    places = [f"{i + 1}/{len(cells)}" for i in range(len(cells))]
+    if jobs == 1:
+        yield from ((run_check(check, subject, case), at) for (check, case), at in zip(cells, places, strict=True))
+        return
+    run = functools.partial(_run_cell, executor, level, production)
+    # Frameworks with threads of their own do not survive a fork.
+    with ProcessPoolExecutor(min(jobs, len(cells)), multiprocessing.get_context("spawn")) as pool:
+        yield from zip(pool.map(run, range(len(cells))), places, strict=True)
 
 
 def _kind(result: CheckResult) -> tuple[str, str]:
@@ -260,7 +296,7 @@ vertical-align:top}.pass{color:#1a7f37}.fail,.error{color:#c0272d;font-weight:60
 summary{cursor:pointer;margin:.6rem 0}code{font-size:12px}"""
 
 
-def _cell(text: Any) -> str:
+def _td(text: Any) -> str:
     return f"<td>{html.escape(str(text))}</td>"
 
 
@@ -285,14 +321,14 @@ def _html(
         "<table><tr><th>check<th>pass<th>fail<th>error<th>not served<th>nearest its bound<th>s</tr>",
     ]
     for check, tally, figure, seconds in _summary(results):
-        cells = "".join(_cell(tally[v] or "") for v in ("pass", "fail", "error", "not served"))
-        parts.append(f"<tr>{_cell(check)}{cells}{_cell(figure)}{_cell(f'{seconds:.1f}')}</tr>")
+        cells = "".join(_td(tally[v] or "") for v in ("pass", "fail", "error", "not served"))
+        parts.append(f"<tr>{_td(check)}{cells}{_td(figure)}{_td(f'{seconds:.1f}')}</tr>")
     parts.append("</table>")
     bad = [r for r in results if not r.ok]
     if bad:
         parts.append("<h2>Findings</h2><table><tr><th>check<th>case<th>verdict<th>parts at<th>reason</tr>")
         for r in bad:
-            row = f"{_cell(r.check)}{_cell(r.case)}{_verdict(r.verdict)}{_cell(r.stage)}{_cell(r.reason)}"
+            row = f"{_td(r.check)}{_td(r.case)}{_verdict(r.verdict)}{_td(r.stage)}{_td(r.reason)}"
             parts.append(f"<tr>{row}</tr>")
         parts.append("</table>")
     parts += [f'<img alt="figures against bounds" src="data:image/png;base64,{p}">' for p in pictures]
@@ -302,7 +338,7 @@ def _html(
         )
         for p in pack:
             error = "" if p["rel_l2"] is None else f"{p['rel_l2']:.2e}"
-            row = f"{_cell(p['case'])}{_verdict(p['verdict'])}{_cell(error)}{_cell(p['stage'])}{_cell(p['reason'])}"
+            row = f"{_td(p['case'])}{_verdict(p['verdict'])}{_td(error)}{_td(p['stage'])}{_td(p['reason'])}"
             parts.append(f"<tr>{row}</tr>")
         parts.append("</table>")
     parts.append(
@@ -310,10 +346,10 @@ def _html(
     )
     for r in results:
         figures = "; ".join(map(str, r.figures)) or r.reason
-        parts.append(f"<tr>{_cell(r.check)}{_cell(r.case)}{_verdict(r.verdict)}{_cell(figures)}</tr>")
+        parts.append(f"<tr>{_td(r.check)}{_td(r.case)}{_verdict(r.verdict)}{_td(figures)}</tr>")
     parts.append("</table></details><details><summary>Bounds and their reasons</summary><table>")
     for name, bound in data["tolerances"].items():
-        parts.append(f"<tr>{_cell(name)}{_cell(bound['bound'])}{_cell(bound['reason'])}</tr>")
+        parts.append(f"<tr>{_td(name)}{_td(bound['bound'])}{_td(bound['reason'])}</tr>")
     parts.append("</table></details></html>")
     return "\n".join(parts) + "\n"
 

@@ -119,8 +119,8 @@ class TruncatedSums(_Planted):
     def faulty(cls, call: MoECall) -> np.ndarray:
         original = reference._Matrix.apply
 
-        def cut(self: Any, x: np.ndarray, group: Any, static: Any) -> np.ndarray:
-            out = original(self, x, group, static)
+        def cut(self: Any, *args: Any) -> np.ndarray:
+            out = original(self, *args)
             return truncate_bf16(out) if self.codes.shape[0] == call.config.w13_rows else out
 
         with patched(reference._Matrix, "apply", cut):
@@ -243,8 +243,8 @@ class Bf16SecondSums(_Planted):
     def faulty(cls, call: MoECall) -> np.ndarray:
         original = reference._Matrix.apply
 
-        def cut(self: Any, x: np.ndarray, group: Any, static: Any) -> np.ndarray:
-            out = original(self, x, group, static)
+        def cut(self: Any, *args: Any) -> np.ndarray:
+            out = original(self, *args)
             return out if self.codes.shape[0] == call.config.w13_rows else truncate_bf16(out)
 
         with patched(reference._Matrix, "apply", cut):

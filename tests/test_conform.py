@@ -79,6 +79,18 @@ def test_usage_gives_exit_code_2(args: list[str], message: str) -> None:
     assert "Traceback" not in done.output
 
 
+def test_cases_shared_by_processes(tmp_path: Path) -> None:
+    """Findings, order and figures are those of one process, also of a class registered on the fly."""
+    both = []
+    for jobs in ("1", "2"):
+        folder = str(tmp_path / jobs)
+        done = isomoe("conform", f"{PLANTED}:LoraFromCodes", "--quick", "--jobs", jobs, "--report", folder)
+        assert done.exit_code == 1, done.output
+        results = json.loads((tmp_path / jobs / "conform.json").read_text())["results"]
+        both.append([{k: v for k, v in r.items() if k != "seconds"} for r in results])
+    assert both[0] == both[1]
+
+
 def test_golden_from_the_command_line(tmp_path: Path) -> None:
     pack = str(tmp_path / "p.safetensors")
     done = isomoe("golden", "write", pack, "--cases", "channel-w8a8-shared_outer", "--executor", "reference")

@@ -210,15 +210,29 @@ def explain(
         for size in sizes:
             check_int("--tokens", size, minimum=1)
         modelled = _tpu_plans(config, target, keys[0], sizes, count, rank, bench, report.executor)
+        kernels = _cuda_kernels(target, report.executor) if platform is None else None
     if as_json:
         data = report.as_dict() if modelled is None else report.as_dict() | {"tpu": modelled[0]}
-        typer.echo(json.dumps(data, indent=2))
+        typer.echo(json.dumps(data if kernels is None else data | {"kernels": kernels}, indent=2))
     else:
         typer.echo(f"layer:       {_layer_text(config)}\n{report}")
+        if kernels is not None:
+            typer.echo(f"kernels:     {kernels}")
         if modelled is not None:
             typer.echo(f"\n{modelled[1]}")
     if not report.ok:
         raise typer.Exit(OUT_OF_TOLERANCE)
+
+
+def _cuda_kernels(target: Platform, executor: str | None) -> str | None:
+    """Which kernels an executor takes on this CUDA machine, or why it cannot run; None on other platforms."""
+    from .executors import executor_class
+    from .platforms import PlatformKind
+
+    if target.kind is not PlatformKind.CUDA or executor is None:
+        return None
+    info = executor_class(executor).info()  # type: ignore[attr-defined]
+    return info.detail or info.reason
 
 
 def _tpu_plans(

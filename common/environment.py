@@ -29,6 +29,7 @@ VARIABLES: dict[str, str] = {
     "ISOMOE_DISABLE": "1: the vLLM and tpu-inference plugins register nothing",
     "ISOMOE_VLLM": "1 (default on Hopper): vLLM's FP8 MoE layers on CUDA run on this package's kernels; 0: on vLLM's",
     "ISOMOE_HOPPER": "0: the portable Triton kernels also on compute capability 9.0, instead of the Gluon ones",
+    "ISOMOE_MARLIN": "own (default) or vllm: w8a16 on CUDA by this package's kernels, or with vLLM's Marlin MoE op",
     "ISOMOE_TUNED_DIR": "a folder with tables of measured kernel choices, looked in before the shipped ones",
     "ISOMOE_TPU_RECIPE": "w8a8 or w8a16 in the tpu-inference plugin; default: w8a8 on v7x, w8a16 before it",
     "ISOMOE_WEIGHT_SCALE_POLICY": "block scales in the tpu-inference plugin: exact (default) or per_channel",
@@ -67,7 +68,7 @@ class EnvironmentReport:
       versions: distribution to version, None where it is not installed.
       devices: what each framework, or its driver, sees.
       variables: known variables that are set.
-      executors: name to (state, reason).
+      executors: name to (state, reason and which kernels).
       mismatches: combinations that are known not to work.
       warnings: unknown variables and failed probes.
     """
@@ -172,7 +173,8 @@ def collect() -> EnvironmentReport:
     try:
         from .executors import executors
 
-        report.executors = {name: (info.state, info.reason) for name, info in executors().items()}
+        for name, info in executors().items():
+            report.executors[name] = (info.state, "; ".join(filter(None, (info.reason, info.detail))))
     except Exception as error:
         report.warnings.append(f"executors: {type(error).__name__}: {error}")
     return report

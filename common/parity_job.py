@@ -88,7 +88,8 @@ def run(settings: Settings) -> bool:
     _demand(settings.executors, result)
     out.print(report.parity_table(result.rows))
     _print_summary(out, cases, result)
-    data = report.parity_json(result, settings.as_dict() | {"gains": {c.name: c.gains for c in cases}})
+    found = {"gains": {c.name: c.gains for c in cases}, "kernels": {i.name: i.detail for i in infos if i.detail}}
+    data = report.parity_json(result, settings.as_dict() | found)
     report.write_json(settings.out / "parity.json", data)
     title = "isomoe parity: errors of each run, and the bounds they are held to"
     report.write_picture(settings.out / "parity.png", result.rows, title)

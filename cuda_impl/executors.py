@@ -47,6 +47,24 @@ def _info(name: str, recipes: tuple[str, ...], detail: str) -> ExecutorInfo:
     return ExecutorInfo(name, state, reason, recipes, detail)
 
 
+def _with_marlin_op(info: ExecutorInfo) -> ExecutorInfo:
+    """What ISOMOE_MARLIN makes of `marlin` where its own kernels can run: the same, vLLM's op, or why neither."""
+    if info.state == "unavailable":
+        return info
+    from . import vllm_marlin
+
+    try:
+        if not vllm_marlin.chosen():
+            return info
+        reason = vllm_marlin.why_not_here()
+    except ValueError as error:
+        return ExecutorInfo(info.name, "unavailable", str(error))
+    if reason is not None:
+        return ExecutorInfo(info.name, "unavailable", f"ISOMOE_MARLIN=vllm: {reason}")
+    detail = f"vLLM {vllm_marlin.vllm_version()}'s Marlin MoE op (ISOMOE_MARLIN=vllm), the rest by Triton kernels"
+    return replace(info, detail=detail)
+
+
 def _declared(call: MoECall) -> Recipe:
     """The recipe a call really runs.
 
@@ -57,7 +75,7 @@ def _declared(call: MoECall) -> Recipe:
       ValueError: the call asks for other FP8 sums than those of the kernels it takes.
     """
     plain = replace(call.recipe, fp8_sums=0)
-    if _state()[0] != "native":
+    if _state()[0] != "native" or _by_marlin_op(plain):
         declared = plain
     else:
         stored = plain.with_bf16_storage() if (plain.wire, plain.lora_products) == ("f32", "f32") else plain
@@ -67,6 +85,12 @@ def _declared(call: MoECall) -> Recipe:
             f"recipe: got fp8_sums={call.recipe.fp8_sums}, the kernels that this batch takes have {declared.fp8_sums}"
         )
     return declared
+
+
+def _by_marlin_op(recipe: Recipe) -> bool:
+    from .vllm_marlin import chosen
+
+    return recipe.name == "w8a16" and chosen()
 
 
 def _on_device(call: MoECall, recipe: Recipe) -> Recipe | None:
@@ -192,7 +216,7 @@ class MarlinExecutor:
 
     @classmethod
     def info(cls) -> ExecutorInfo:
-        return _info(cls.name, cls.support.recipes, "this package's W8A16 Triton kernel")
+        return _with_marlin_op(_info(cls.name, cls.support.recipes, "this package's W8A16 Triton kernel"))
 
     @classmethod
     def recipe(cls, call: MoECall) -> Recipe:

@@ -4,6 +4,7 @@
 A call is a fixed chain of launches whose sizes depend on shapes only: nothing is read back to the host, so the chain
 can be captured in a CUDA graph, and adapters can be loaded into slots between replays. To torch.compile it is one
 opaque operator, ``isomoe::fused_moe``. On compute capability 9.0 the chain is Hopper's own where `route` allows.
+``ISOMOE_MARLIN=vllm`` gives w8a16 to vLLM's Marlin op (`vllm_marlin`), an operator of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from ..common.activations import supports as activation_exists
 from ..common.checks import check_choice
 from ..common.recipes import Group, Recipe, default_recipe
-from . import _runtime
+from . import _runtime, vllm_marlin
 from .align import align
 from .combine import combine
 from .grouped_gemm import LoRAExpand, choose_block_m, grouped_gemm
@@ -161,12 +162,14 @@ def resolve_recipe(recipe: Recipe | str | None, weights: PreparedWeights) -> Rec
     """`recipe` itself, or the weights' plain recipe of that name (None: their default).
 
     A recipe given by name stores each expert's result rows in bf16 before the f32 sum: half the traffic of the widest
-    intermediate, for one more bf16 rounding. A `Recipe` says itself what it wants.
+    intermediate, for one more bf16 rounding (vLLM's Marlin op: f16). A `Recipe` says itself what it wants.
     """
     if isinstance(recipe, Recipe):
         return recipe
     scheme = "bf16" if not weights.is_fp8 else "block" if weights.is_block else "channel"
     plain = default_recipe(recipe, scheme, static_input=weights.w13_input_scale is not None)
+    if plain.name == "w8a16" and vllm_marlin.chosen():
+        return plain
     hopper = _runtime.target_of(weights.w13.device).capability == (9, 0)
     return plain.with_bf16_storage() if hopper else plain.with_wire("bf16")
 
@@ -252,6 +255,11 @@ def fused_moe(
         ).fp8_sums  # fmt: skip
         if recipe.fp8_sums != want:
             raise ValueError(f"recipe: got fp8_sums={recipe.fp8_sums}, the kernels that this batch takes have {want}")
+    if recipe.name == "w8a16" and vllm_marlin.chosen() and not _runtime.is_recording():
+        return vllm_marlin.marlin_moe(
+            x, topk_weights, topk_ids, weights, activation=activation, recipe=recipe, adapters=adapters,
+            adapter_ids=adapter_ids, expert_map=expert_map, out_dtype=out_dtype,
+        )  # fmt: skip
     lora = adapters
     # Recording runs the chain itself on meta tensors, where the operator would only run its shape function.
     run = _fused_moe if _runtime.is_recording() else _fused_moe_op

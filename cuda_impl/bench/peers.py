@@ -8,6 +8,7 @@ Peers see the same tensors; what they need in another form they make once and ke
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from ...common import tolerances
 from ...common.recipes import Recipe
-from .. import _runtime
+from .. import _runtime, vllm_marlin
 from ..moe import declared_recipe, fused_moe, resolve_recipe
 from ..prepare import AdapterSlots, PreparedWeights
 from ..quantize import quantize_rows
@@ -66,6 +67,7 @@ class Peer:
       why_not: the reason it cannot run a problem, or None.
       build: one call a batch.
       own: held to its declared recipe; others are held to the float32 layer.
+      recipe: what it declares where that is not what `fused_moe` does for its arithmetic.
       bound: relative L2 against the float32 layer; None takes the table's for its arithmetic.
       plan: which kernels a problem gets, in words.
     """
@@ -75,6 +77,7 @@ class Peer:
     why_not: Callable[[Problem], str | None]
     build: Callable[[Problem], Calls]
     own: bool = False
+    recipe: Recipe | None = None
     bound: float | None = None
     plan: Callable[[Problem], str] = lambda problem: ""
 
@@ -83,7 +86,7 @@ class Peer:
         if self.own:
             layer, slots = problem.data.layer, problem.adapters
             recipe = declared_recipe(
-                self.arithmetic, problem.data.weights, problem.tokens, layer.topk, layer.experts,
+                self.recipe or self.arithmetic, problem.data.weights, problem.tokens, layer.topk, layer.experts,
                 lora_rank=0 if slots is None else slots.max_rank,
             )  # fmt: skip
             return recipe, tolerances.TO_RECIPE.bound
@@ -103,6 +106,8 @@ def _own_calls(problem: Problem, recipe: str) -> Calls:
 def _own_plan(problem: Problem, recipe: str) -> str:
     from ..tuned import LayerKey, regime_for
 
+    if recipe == "w8a16" and vllm_marlin.chosen():
+        return _marlin_op_plan(problem)
     layer, weights, lora = problem.data.layer, problem.data.weights, problem.adapters
     shape = CallShape(
         resolve_recipe(recipe, weights), "silu", weights.is_block, True, False, layer.hidden, layer.inter,
@@ -120,6 +125,36 @@ def _own(name: str, recipe: str) -> Peer:
     return Peer(
         name, recipe, lambda problem: None, functools.partial(_own_calls, recipe=recipe), own=True,
         plan=functools.partial(_own_plan, recipe=recipe),
+    )  # fmt: skip
+
+
+def _marlin_op_calls(problem: Problem) -> Calls:
+    return [
+        functools.partial(
+            vllm_marlin.marlin_moe, b.x, b.topk_weights, b.topk_ids, problem.data.weights, adapters=problem.adapters,
+            adapter_ids=None if problem.adapters is None else b.adapter_ids, expert_map=b.expert_map,
+        )
+        for b in problem.batches
+    ]  # fmt: skip
+
+
+def _marlin_op_plan(problem: Problem) -> str:
+    return f"vLLM {vllm_marlin.vllm_version()}'s Marlin MoE op"
+
+
+def _marlin_op() -> tuple[Peer, ...]:
+    """`marlin` by vLLM's op (what ISOMOE_MARLIN=vllm runs), where vLLM is beside a CUDA device."""
+    if _runtime.INTERPRETED or importlib.util.find_spec("vllm") is None:
+        return ()
+
+    def why_not(problem: Problem) -> str | None:
+        return vllm_marlin.why_not_here() or vllm_marlin.why_not_layer(problem.data.weights.hidden_dim)
+
+    return (
+        Peer(
+            "isomoe marlin (vllm op)", "w8a16", why_not, _marlin_op_calls, own=True, recipe=Recipe("w8a16"),
+            plan=_marlin_op_plan,
+        ),
     )  # fmt: skip
 
 
@@ -213,7 +248,7 @@ def _why_not_torch(problem: Problem, function: str, schemes: tuple[str, ...]) ->
     return None
 
 
-OWN = (_own("isomoe triton", "w8a8"), _own("isomoe marlin", "w8a16"))
+OWN = (_own("isomoe triton", "w8a8"), _own("isomoe marlin", "w8a16"), *_marlin_op())
 TORCH = (
     Peer(
         "torch scaled_grouped_mm", "w8a8",

@@ -33,6 +33,23 @@ USAGE_ERROR = 2
 OUT_OF_TOLERANCE = 1
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from .environment import version_of
+
+        typer.echo(f"isomoe {version_of('isomoe') or '(not installed)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What every command takes."""
+
+
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     """Turn what bad input raises into one line and exit code 2."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -240,3 +241,8 @@ def test_slot_bytes_of_a_released_model() -> None:
     assert got == 48 * 128 * 16 * 3 * (2048 + 768) * 2
     assert capacity.slots_that_fit(10 * got, 9 * got - 1, got) == 1
     assert capacity.slots_that_fit(got, got + 1, got) is None
+
+
+def test_version() -> None:
+    assert _invoke("--version") == (0, f"isomoe {importlib.metadata.version('isomoe')}\n", "")
+    assert "Show the version" in _invoke("--help")[1]

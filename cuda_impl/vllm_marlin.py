@@ -34,7 +34,7 @@ from ._runtime import INTERPRETED, batch_invariant, cdiv, launch, next_power_of_
 from .align import Alignment, align
 from .combine import combine
 from .device_numerics import activate, activate_gated, to_dtype, to_f32
-from .grouped_gemm import BLOCK, LoRAExpand, _expand, choose_block_m, choose_config
+from .grouped_gemm import BLOCK, LoRAExpand, _expand, choose_block_m
 from .lora_shrink import lora_shrink
 from .prepare import AdapterSlots, PreparedWeights
 from .quantize import _absmax
@@ -304,10 +304,11 @@ def _finish(
     """
     columns = out.shape[1]
     rank = 0 if lora is None else lora.b.shape[-1]
-    config = choose_config(alignment.block_m, halves, columns, False, 2, 2, target_of(out.device))
+    # Some 2048 accumulators a program: more would spill beside the expand's operands.
+    block_n = min(256, max(32, 2048 // (alignment.block_m * halves)), next_power_of_2(max(columns, 16)))
     launch(
         _finish_kernel,
-        (alignment.max_tiles * cdiv(columns, config.block_n),),
+        (alignment.max_tiles * cdiv(columns, block_n),),
         dict(
             c_ptr=product,
             row_scale_ptr=row_scale,
@@ -328,14 +329,14 @@ def _finish(
             b_expert_stride=0 if lora is None or lora.b.shape[1] == 1 else 1,
             R=rank,
         ),
-        num_warps=config.num_warps,
+        num_warps=8 if alignment.block_m >= 64 else 4,
         HALVES=halves,
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         SLOTS=0 if lora is None else alignment.slots,
         BLOCK_R=16 if rank <= 16 else 32,
         BLOCK_M=alignment.block_m,
-        BLOCK_N=config.block_n,
+        BLOCK_N=block_n,
     )
 
 

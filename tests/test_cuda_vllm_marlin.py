@@ -7,6 +7,10 @@ from __future__ import annotations
 import gc
 import importlib.util
 import inspect
+import json
+import os
+import subprocess
+import sys
 import types
 from dataclasses import replace
 from typing import Any
@@ -30,11 +34,11 @@ from isomoe.common.metrics import bitwise_equal, rel_l2, worst_row
 from isomoe.common.numerics import BF16
 from isomoe.common.recipes import Recipe
 from isomoe.common.weights import LoRAAdapter, MoEWeights, quantize_moe_weights
-from isomoe.cuda_impl import fused_moe, prepare_adapters, prepare_weights, vllm_marlin
-from isomoe.cuda_impl._runtime import INTERPRETED
+from isomoe.cuda_impl import aot, fused_moe, prepare_adapters, prepare_weights, vllm_marlin
+from isomoe.cuda_impl._runtime import INTERPRETED, Target, recording
 from isomoe.cuda_impl.bench import data, peers, reference
 from isomoe.cuda_impl.moe import declared_recipe, resolve_recipe
-from isomoe.cuda_impl.prepare import to_torch
+from isomoe.cuda_impl.prepare import PreparedWeights, empty_slots, to_torch
 from isomoe.tests.conformance import CHECKS, run_check, subject_for
 from isomoe.tests.matrix import FP8_SCHEMES, UNEVEN, WIDE, Case
 
@@ -352,6 +356,52 @@ def test_a_first_call_under_capture_is_refused(op: FakeOp, monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="under a CUDA graph's capture"):
         vllm_marlin.packed_form(*[Mock(is_cuda=True)] * 4)
     assert not op.layers
+
+
+def print_compiled(capability: tuple[int, int]) -> None:
+    """For a process with TRITON_INTERPRET=0: this module's kernels as `aot` compiles them, one line each."""
+    config = FusedMoEConfig(128, 8, 2048, 208, has_bias=True)
+    experts, hidden, inter = config.num_experts, config.hidden_dim, config.intermediate_size
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    vllm_marlin._vllm = lambda: types.SimpleNamespace(  # type: ignore[assignment]
+        gemm=lambda **_: None, e4m3=None, workspace=lambda device, blocks: empty(blocks, dtype=torch.int32),
+        repack=lambda layer, w13, w2, s13, s2: (w13, w2, s13.half(), s2.half()),
+    )  # fmt: skip
+    vllm_marlin.why_not_here = lambda: None  # type: ignore[assignment]
+    vllm_marlin._layer_op = vllm_marlin._layer  # type: ignore[assignment]
+    weights = PreparedWeights(
+        empty(experts, 2 * inter, hidden, dtype=torch.uint8), empty(experts, hidden, inter, dtype=torch.uint8),
+        empty(experts, 2 * inter), empty(experts, hidden), empty(experts, 2 * inter), empty(experts, hidden),
+    )  # fmt: skip
+    slots = empty_slots(config, max_loras=4, max_lora_rank=64, device="meta")
+    for tokens in (64, 8192):
+        ids = empty(tokens, 8, dtype=torch.int32)
+        with recording(capability) as launches:
+            vllm_marlin.marlin_moe(
+                empty(tokens, hidden, dtype=torch.bfloat16), empty(tokens, 8), ids, weights, adapters=slots,
+                adapter_ids=empty(tokens, dtype=torch.int32),
+            )  # fmt: skip
+        for launch in launches:
+            if launch.kernel.fn.__module__ == vllm_marlin.__name__:
+                report = aot._compile(launch, 10 * capability[0] + capability[1])
+                print(json.dumps([report.kernel, report.shared_bytes, report.spill_bytes, report.error]))
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
+def test_kernels_compile_and_fit(capability: tuple[int, int]) -> None:
+    program = f"from isomoe.tests.test_cuda_vllm_marlin import print_compiled; print_compiled({capability})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [kernel for kernel, *_ in found] == ["_f16_rows_kernel", "_finish_kernel"] * 4
+    for kernel, shared, spilled, error in found:
+        assert not error and shared <= Target(capability).shared_memory and spilled <= 1024, (kernel, spilled, error)
 
 
 @pytest.mark.parametrize("scheme", ["block", "channel"])

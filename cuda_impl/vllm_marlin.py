@@ -40,8 +40,7 @@ from .prepare import AdapterSlots, PreparedWeights
 from .quantize import _absmax
 
 _TILE_ROWS = (8, 16, 32, 64)  # of the op's row tiles, those that `align` makes (it also has 48)
-_E4M3_MAX = 448
-# Of the form with activation order, which vLLM dropped after 0.26.
+# Of the form with activation order, which 0.26 has and 0.33 has not.
 _ACT_ORDER = {"g_idx": None, "perm": None, "is_k_full": True}
 
 

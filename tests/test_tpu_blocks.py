@@ -63,8 +63,8 @@ def test_tile_width_follows_the_layer_only(gen: str, name: str) -> None:
 
 
 def test_production_choices() -> None:
-    """One panel holds a uniformly routed expert, so its weights are read once, at decode and at prefill; or it takes the
-    matrix unit at least twice as long as reading the next one's weights."""
+    """One panel holds a uniformly routed expert, so that its weights are read once, at decode and at prefill; or it
+    takes the matrix unit at least twice as long as reading the next one's weights."""
     for name, tokens in itertools.product(PRODUCTION, (64, 512, 8192)):
         config = LAYERS[name]
         for gen in GENERATIONS:

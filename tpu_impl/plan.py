@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .spec import LANES, ROW_BLOCK, KernelSpec
+from .spec import LANES, KernelSpec
 
 # Up to so many pairs are ranked by comparing all with all, in one operation; more by two sorts.
 COMPARED = 1024
@@ -219,7 +219,7 @@ def _table(
     parts = [jnp.stack([rank, arriving]), cells.reshape(-1)]
     if spec.pushes:
         parts.append((at - cells).reshape(-1))
-    parts += [lax.div(order, spec.top_k), jnp.zeros((ROW_BLOCK,), jnp.int32)]
+    parts += [lax.div(order, spec.top_k), jnp.zeros((spec.rows_beyond,), jnp.int32)]
     table = jnp.concatenate([*parts, *(part.reshape(-1) for part in adapters)])
     assert table.shape == (spec.table.size,) and table.dtype == jnp.int32, (table.shape, table.dtype, spec.table)
     return table

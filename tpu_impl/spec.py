@@ -269,6 +269,12 @@ class KernelSpec:
         return self.tiles == 1 and self.blocks.rows <= 2 * ROW_BLOCK and self.blocks.xbuf == 2
 
     @property
+    def rows_beyond(self) -> int:
+        """Table entries past the last row, which the last visit may read: rows are gathered `ROW_BLOCK` at a time, and
+        with `one_block` as many are staged as the tile is high."""
+        return self.blocks.rows if self.one_block else ROW_BLOCK
+
+    @property
     def finishes_in_tile(self) -> bool:
         """Whether results get their scale, bias and adapters where they leave the only tile."""
         return self.one_block or (self.tiles == 1 and self.lora is None)
@@ -379,8 +385,7 @@ class TableLayout:
         cells = (spec.segments + 1) * spec.ep
         shifts = cls.HEADER + cells
         rows = shifts + (cells if spec.pushes else 0)
-        # Rows are gathered 32 at a time, so the last block may read past the last row.
-        slots = rows + spec.capacity + ROW_BLOCK
+        slots = rows + spec.capacity + spec.rows_beyond
         present = slots + (spec.tokens if spec.lora else 0)
         size = present + spec.experts * spec.present_words
         return cls(cls.HEADER, shifts, rows, slots, present, size)

@@ -80,6 +80,41 @@ def _expand(acc, v_ptr, b_ptr, rows, slot, rank, adapter, column, columns, R, BL
 
 
 @triton.jit
+def epilogue(
+    gate, up, expert, pair, valid, column, inside, columns, bias_ptr, bin_ptr, v_ptr, b_ptr, rank_ptr,
+    b_experts, b_expert_stride, R,
+    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """What follows the scaled products of a tile: bias, LoRA expand, activation; `up` counts where HALVES is 2."""
+    if HAS_BIAS:
+        bias_at = bias_ptr + expert * HALVES * columns + column
+        gate += tl.load(bias_at, mask=inside, other=0.0)[None, :]
+        if HALVES == 2:
+            up += tl.load(bias_at + columns, mask=inside, other=0.0)[None, :]
+    if SLOTS > 0:
+        slot = tl.load(bin_ptr + pair, mask=valid, other=0) % (SLOTS + 1) - 1
+        lowest = tl.min(tl.where(slot < 0, SLOTS, slot), axis=0)
+        highest = tl.max(slot, axis=0)
+        v_row = pair * (HALVES * R)
+        b_slot_stride = columns.to(tl.int64) * b_experts * (HALVES * R)
+        for adapter in range(lowest, highest + 1):
+            if tl.max((slot == adapter).to(tl.int32), axis=0) > 0:
+                rank = tl.load(rank_ptr + adapter)
+                b_at = b_ptr + adapter * b_slot_stride + expert * b_expert_stride * (HALVES * columns * R)
+                gate = _expand(gate, v_ptr, b_at, v_row, slot, rank, adapter, column, columns, R, BLOCK_R)
+                if HALVES == 2:
+                    b_up = b_at + columns.to(tl.int64) * R
+                    up = _expand(up, v_ptr + R, b_up, v_row, slot, rank, adapter, column, columns, R, BLOCK_R)
+    if ACTIVATION == "none":
+        out = gate
+    elif HALVES == 2:
+        out = activate_gated(gate, up, ACTIVATION)
+    else:
+        out = activate(gate, ACTIVATION)
+    return out
+
+
+@triton.jit
 def _grouped_gemm_kernel(
     a_ptr, a_scale_ptr, w_ptr, w_scale_ptr, bias_ptr, out_ptr,
     sorted_ptr, tile_expert_ptr, num_tiles_ptr, bin_ptr,
@@ -164,31 +199,10 @@ def _grouped_gemm_kernel(
         gate *= tl.load(scale_at, mask=inside_n, other=0.0)[None, :]
         if HALVES == 2:
             up *= tl.load(scale_at + columns, mask=inside_n, other=0.0)[None, :]
-    if HAS_BIAS:
-        bias_at = bias_ptr + expert * HALVES * columns + column
-        gate += tl.load(bias_at, mask=inside_n, other=0.0)[None, :]
-        if HALVES == 2:
-            up += tl.load(bias_at + columns, mask=inside_n, other=0.0)[None, :]
-    if SLOTS > 0:
-        slot = tl.load(bin_ptr + safe_pair, mask=valid, other=0) % (SLOTS + 1) - 1
-        lowest = tl.min(tl.where(slot < 0, SLOTS, slot), axis=0)
-        highest = tl.max(slot, axis=0)
-        v_row = safe_pair * (HALVES * R)
-        b_slot_stride = columns.to(tl.int64) * b_experts * (HALVES * R)
-        for adapter in range(lowest, highest + 1):
-            if tl.max((slot == adapter).to(tl.int32), axis=0) > 0:
-                rank = tl.load(rank_ptr + adapter)
-                b_at = b_ptr + adapter * b_slot_stride + expert * b_expert_stride * (HALVES * columns * R)
-                gate = _expand(gate, v_ptr, b_at, v_row, slot, rank, adapter, column, columns, R, BLOCK_R)
-                if HALVES == 2:
-                    b_up = b_at + columns.to(tl.int64) * R
-                    up = _expand(up, v_ptr + R, b_up, v_row, slot, rank, adapter, column, columns, R, BLOCK_R)
-    if ACTIVATION == "none":
-        out = gate
-    elif HALVES == 2:
-        out = activate_gated(gate, up, ACTIVATION)
-    else:
-        out = activate(gate, ACTIVATION)
+    out = epilogue(
+        gate, up, expert, safe_pair, valid, column, inside_n, columns, bias_ptr, bin_ptr, v_ptr, b_ptr, rank_ptr,
+        b_experts, b_expert_stride, R, HALVES, ACTIVATION, HAS_BIAS, SLOTS, BLOCK_R,
+    )
     out_at = out_ptr + safe_pair[:, None] * columns + column[None, :]
     tl.store(out_at, to_dtype(out, out_ptr.dtype.element_ty), mask=valid[:, None] & inside_n[None, :])
 

@@ -33,8 +33,8 @@ from ..common.recipes import Recipe
 from ._runtime import INTERPRETED, batch_invariant, cdiv, launch, next_power_of_2, target_of, tl, triton
 from .align import Alignment, align
 from .combine import combine
-from .device_numerics import activate, activate_gated, to_dtype, to_f32
-from .grouped_gemm import BLOCK, LoRAExpand, _expand, choose_block_m
+from .device_numerics import to_dtype, to_f32
+from .grouped_gemm import BLOCK, LoRAExpand, choose_block_m, epilogue
 from .lora_shrink import lora_shrink
 from .prepare import AdapterSlots, PreparedWeights
 from .quantize import _absmax
@@ -261,31 +261,10 @@ def _finish_kernel(
     up = gate
     if HALVES == 2:
         up = to_f32(tl.load(c_at + width, mask=mask, other=0.0)) * scale[:, None]
-    if HAS_BIAS:
-        bias_at = bias_ptr + expert * HALVES * columns + column
-        gate += tl.load(bias_at, mask=inside, other=0.0)[None, :]
-        if HALVES == 2:
-            up += tl.load(bias_at + columns, mask=inside, other=0.0)[None, :]
-    if SLOTS > 0:
-        slot = tl.load(bin_ptr + safe_pair, mask=valid, other=0) % (SLOTS + 1) - 1
-        lowest = tl.min(tl.where(slot < 0, SLOTS, slot), axis=0)
-        highest = tl.max(slot, axis=0)
-        v_row = safe_pair * (HALVES * R)
-        b_slot_stride = columns.to(tl.int64) * b_experts * (HALVES * R)
-        for adapter in range(lowest, highest + 1):
-            if tl.max((slot == adapter).to(tl.int32), axis=0) > 0:
-                rank = tl.load(rank_ptr + adapter)
-                b_at = b_ptr + adapter * b_slot_stride + expert * b_expert_stride * (HALVES * columns * R)
-                gate = _expand(gate, v_ptr, b_at, v_row, slot, rank, adapter, column, columns, R, BLOCK_R)
-                if HALVES == 2:
-                    b_up = b_at + columns.to(tl.int64) * R
-                    up = _expand(up, v_ptr + R, b_up, v_row, slot, rank, adapter, column, columns, R, BLOCK_R)
-    if ACTIVATION == "none":
-        out = gate
-    elif HALVES == 2:
-        out = activate_gated(gate, up, ACTIVATION)
-    else:
-        out = activate(gate, ACTIVATION)
+    out = epilogue(
+        gate, up, expert, safe_pair, valid, column, inside, columns, bias_ptr, bin_ptr, v_ptr, b_ptr, rank_ptr,
+        b_experts, b_expert_stride, R, HALVES, ACTIVATION, HAS_BIAS, SLOTS, BLOCK_R,
+    )
     out_at = out_ptr + safe_pair[:, None] * columns + column[None, :]
     tl.store(out_at, to_dtype(out, out_ptr.dtype.element_ty), mask=mask)
 

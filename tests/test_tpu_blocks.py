@@ -47,8 +47,8 @@ def test_total_and_within_limits(gen: str, name: str) -> None:
         assert blocks.rows % blocks.stage == 0 and blocks.rungs[-1] == blocks.rows
         fit = chooser.max_tokens(spec, limits.smem_bytes)
         assert fit >= ep
-        assert chooser.table_bytes(replace(spec, tokens=fit)) <= limits.smem_bytes
-        assert chooser.table_bytes(replace(spec, tokens=2 * fit + ep)) > limits.smem_bytes - chooser.SMEM_RESERVE
+        assert chooser.scalar_bytes(replace(spec, tokens=fit)) <= limits.smem_bytes
+        assert chooser.scalar_bytes(replace(spec, tokens=2 * fit + ep)) > limits.smem_bytes - chooser.SMEM_RESERVE
 
 
 @pytest.mark.parametrize("gen", sorted(GENERATIONS))

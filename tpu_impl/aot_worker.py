@@ -74,9 +74,7 @@ def _lower_kernel(build: EPBuild, tokens: int) -> Any:
         local, mesh=build.mesh, in_specs=(rows, PartitionSpec(), {n: split[n] for n in tensors}), out_specs=rows,
         check_vma=False,
     )
-    tables = [_abstract(build, (build.ep * spec.table.size,), jnp.int32, rows)]
-    if spec.dispatch == "ag_fp8":
-        tables.append(_abstract(build, (build.ep * spec.tokens,), jnp.float32, rows))
+    tables = [_abstract(build, (build.ep * n,), jnp.int32, rows) for n in (1, spec.table.size)]
     return jax.jit(mapped).lower(
         tables,
         _abstract(build, (spec.tokens, *spec.row_shape), jnp.uint32, PartitionSpec()),

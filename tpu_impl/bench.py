@@ -51,7 +51,7 @@ WHOLE_TOKENS = 8192
 # The modules whose text decides what is compiled and how its dump is read.
 _SHAPING = (
     "combine", "combine_kernel", "ep_moe", "expert_kernel", "kernel_loops", "layout", "llo", "numerics", "pack_kernel",
-    "plan", "presum", "shipping", "spec", "xla_ops",
+    "plan", "presum", "shipping", "spec", "table_kernel", "xla_ops",
 )
 
 

@@ -25,6 +25,7 @@ from .spec import (
     LoRASpec,
     dma_semaphores,
     round_up,
+    scratch,
     vmem_bytes,
 )
 
@@ -141,20 +142,20 @@ def make_spec(
     )
 
 
-def table_bytes(spec: KernelSpec) -> int:
-    """Scalar memory: the routing table, the list of visits, scales of FP8 rows and of weight tiles in blocks."""
-    scales = spec.tokens if spec.dispatch == "ag_fp8" else 0
-    if spec.block_scales:
-        scales += spec.blocks.nbuf * sum(round_up(n, SUBLANES) * m for n, m in (spec.scale13_shape, spec.scale2_shape))
-    return 4 * (spec.table.size + spec.max_visits * spec.visit_width + scales)
+def scalar_bytes(spec: KernelSpec) -> int:
+    """Scalar memory: the routing table, and the kernel's buffers there."""
+    return 4 * spec.table.size + sum(buffer.scalar_bytes for buffer in scratch(spec))
 
 
 def max_tokens(spec: KernelSpec, smem_bytes: int) -> int:
-    """Most tokens whose routing table fits scalar memory; 0 where none does. A multiple of ``spec.ep``."""
+    """Most tokens whose routing table fits scalar memory, and whose pairs the plan can number
+    (`plan.numbered`); 0 where none do. A multiple of ``spec.ep``."""
     budget = smem_bytes - SMEM_RESERVE
 
     def fits(units: int) -> bool:
-        return table_bytes(replace(spec, tokens=units * spec.ep)) <= budget
+        sized = replace(spec, tokens=units * spec.ep)
+        numbers = (spec.ep * spec.segments + 1) << sized.pair_bits
+        return scalar_bytes(sized) <= budget and numbers < 2**31
 
     if not fits(1):
         return 0

@@ -61,10 +61,10 @@ def _pushed(
 def _reduce_scattered(
     spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any]
 ) -> jax.Array:
+    assert plan.kept is not None
     shape = (spec.tokens, spec.top_k)
-    at = inverse_permutation(plan.order).reshape(shape)
-    assert plan.weights is not None
-    partial = _weighted_sum(results[0], at, plan.mine.reshape(shape), plan.weights[0], launch)
+    at = inverse_permutation(plan.kept.order, (spec.capacity - 1).bit_length()).reshape(shape)
+    partial = _weighted_sum(results[0], at, plan.kept.mine.reshape(shape), plan.kept.weights, launch)
     return lax.psum_scatter(partial, spec.axis, scatter_dimension=0, tiled=True) if spec.ep > 1 else partial
 
 
@@ -74,7 +74,7 @@ def _presummed(
     devices = lax.iota(jnp.int32, spec.ep)
     comes = jnp.any(plan.device[:, :, None] == devices, axis=1)
     at = exclusive_sum(comes.astype(jnp.int32)) + devices * (spec.tokens // spec.ep)
-    arriving = jnp.sum(comes & (devices != plan.rank), dtype=jnp.int32)
+    arriving = jnp.sum(comes & (devices != plan.rank[0]), dtype=jnp.int32)
     codes, scales = presum.presum_kernel(spec, presum.tables(spec, plan, arriving), results[0], **launch)
     return _weighted_sum(codes, at, comes, jnp.ones(at.shape, jnp.float32), launch, scales)
 

@@ -322,9 +322,9 @@ def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> j
     else:
         rows, scales = pack_rows(args["x"]), None
     plan = build_plan(
-        spec, build.experts, args["ids"], args["weights"], args.get("slots"), args["rank"][0], scales
+        spec, build.experts, args["ids"], args["weights"], args.get("slots"), args["rank"], scales=scales, launch=launch
     )
-    tables = [t for t in (plan.table, plan.scales, args.get("act_scale")) if t is not None]
+    tables = [plan.rank, plan.table, *([args["act_scale"]] if spec.static_scales else [])]
     launch["collective_id"] = build.collective_id
     if spec.ep > 1:
         rows = lax.all_gather(rows, spec.axis, axis=0, tiled=True)

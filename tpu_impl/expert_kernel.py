@@ -36,7 +36,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .numerics import apply_activation, cast_rows, fp8_scale, quantize_rows, split_bf16, unpack_fp8_rows, unpack_rows
 from .shipping import DTYPES, Shipping, allocate
-from .spec import LANES, ROW_BLOCK, RUN_BLOCK, TRANSPORTS, KernelSpec, operands, results, scratch
+from .spec import INDEX_RING, LANES, ROW_BLOCK, RUN_BLOCK, TRANSPORTS, KernelSpec, operands, results, scratch
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
 N_CHUNK = 1024
@@ -71,58 +71,80 @@ class _Kernel:
         self.blocks = spec.blocks
         self.r = refs
         self.table = spec.table
-        self.rank = refs["tab"][0]
+        self.rank = refs["rank"][0]
         self.visits = self.list_visits()
         # Send buffers and the results they go to.
         self.shipping = Shipping(refs, spec.axis, spec.ep, list(zip(("st", "st_scale"), results(spec), strict=False)))
 
     # -- the visits -------------------------------------------------------------------------------------------
 
-    def cell(self, c: jax.Array) -> jax.Array:
-        """First sorted row of a cell; of the first past the last segment, the number of rows."""
-        return self.r["tab"][self.table.cells + c]
-
-    def segment(self, s: jax.Array) -> jax.Array:
-        """First sorted row of a segment, where the one before it ends."""
-        return self.cell(s * self.spec.ep)
+    def begin(self, owner: jax.Array | int, segment: jax.Array | int) -> jax.Array:
+        """Where an owner's list has the first row of a segment of this device, or of the one past its last."""
+        t = self.table
+        return self.r["tab"][owner * t.stride + t.begins + self.rank * self.spec.segments + segment]
 
     def list_visits(self) -> jax.Array:
         """Write the list of visits (words as `KernelSpec.visit_width` says); returns how many there are.
 
         An expert's rows are cut where `pairs` adapters are full, the last part also holding the rows without one, and
-        each part into panels.
+        each part into panels. Rows of a part lie owner by owner.
         """
-        spec, b, width = self.spec, self.blocks, self.spec.visit_width
+        spec, b, visits = self.spec, self.blocks, self.r["visits"]
 
-        def group(g: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            start, end = self.segment(g), self.segment(g + 1)
+        def group(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            v, chunk, start = carry
+            rows = self.list_runs(g)
 
             def panel(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 v, chunk = carry
-                first = start + i * b.rows
-                count = jnp.minimum(end - first, b.rows)
-                for field, value in enumerate((g, first, count, chunk)):
-                    self.r["visits"][v * width + field] = value
-                self.list_pairs(v * width + 4, lax.div(g, spec.groups), self.slot_of(g))
+                at, first = v * spec.visit_width, i * b.rows
+                count = jnp.minimum(rows - first, b.rows)
+                for field, value in enumerate((g, first, count, chunk, start + first)):
+                    visits[at + field] = value
+                self.list_pairs(at + spec.pairs_word, g)
                 return v + 1, chunk + lax.div(count + (b.stage - 1), b.stage)
 
-            return lax.fori_loop(0, lax.div(end - start + (b.rows - 1), b.rows), panel, carry)
+            return *lax.fori_loop(0, lax.div(rows + (b.rows - 1), b.rows), panel, (v, chunk)), start + rows
 
         zero = jnp.int32(0)
-        return lax.fori_loop(0, spec.segments, group, (zero, zero))[0]
+        return lax.fori_loop(0, spec.segments, group, (zero, zero, zero))[0]
 
-    def list_pairs(self, at: jax.Array, expert: jax.Array, slot: jax.Array) -> None:
-        """Write which adapters of a group, from `slot` on, have rows of an expert: how many, and their runs.
+    def list_runs(self, segment: jax.Array) -> jax.Array:
+        """Write where each owner's rows of a segment are (`KernelSpec.run_words`); returns how many all have."""
+        runs, ep, at = self.r["runs"], self.spec.ep, segment * self.spec.run_words
+
+        def run(owner: jax.Array, row: jax.Array) -> jax.Array:
+            begin = self.begin(owner, segment)
+            runs[at + owner] = row
+            runs[at + (ep + 1) + owner] = begin - row
+            return row + self.begin(owner, segment + 1) - begin
+
+        rows = self.each_owner(run, jnp.int32(0))
+        runs[at + ep] = rows
+        return rows
+
+    def visit_runs(self, v: jax.Array) -> tuple[Any, Any]:
+        """Of a visit's segment: ``start(owner)``, its first row there (of the last plus one: how many there are), and
+        ``shift(owner)``, how much farther a row lies in its owner's list."""
+        at, runs = self.visit(v, 0) * self.spec.run_words, self.r["runs"]
+        return lambda owner: runs[at + owner], lambda owner: runs[at + (self.spec.ep + 1) + owner]
+
+    def list_pairs(self, at: jax.Array, segment: jax.Array) -> None:
+        """Write which adapters of its group a segment has rows of: how many, and their runs.
 
         Adapters lie in the stack in the order of their slots, so that neighbours come in one copy. A run is where it
         starts and where the next absent one is: places where presence changes, written until it does.
         """
-        if self.spec.lora is None:
+        spec, t = self.spec, self.table
+        if spec.lora is None:
             return
+        word = t.present + (self.rank * spec.segments + segment) * spec.present_words
         found, change, before = jnp.int32(0), at + 2, jnp.int32(0)
         for i in range(self.blocks.pairs):
-            word = self.table.present + expert * self.spec.present_words + lax.div(slot + i, 32)
-            here = lax.shift_right_logical(self.r["tab"][word], lax.rem(slot + i, 32)) & 1
+            if i % 32 == 0:
+                there = functools.partial(lambda w, o, bits: bits | self.r["tab"][o * t.stride + w], word + i // 32)
+                bits = self.each_owner(there, jnp.int32(0))
+            here = lax.shift_right_logical(bits, i % 32) & 1
             self.r["visits"][change] = jnp.int32(i)
             found, change, before = found + here, change + (here ^ before), here
         self.r["visits"][change] = jnp.int32(self.blocks.pairs)
@@ -136,38 +158,71 @@ class _Kernel:
         return lax.div(self.visit(v, 0), self.spec.groups)
 
     def first_row(self, v: jax.Array) -> jax.Array:
+        """Of the rows of its segment."""
         return self.visit(v, 1)
 
     def row_count(self, v: jax.Array) -> jax.Array:
         return self.visit(v, 2)
 
     def row_blocks(self, v: jax.Array) -> jax.Array:
-        return lax.div(self.row_count(v) + (ROW_BLOCK - 1), ROW_BLOCK)
+        return lax.shift_right_logical(self.row_count(v) + (ROW_BLOCK - 1), ROW_BLOCK.bit_length() - 1)
 
     def pair_count(self, v: jax.Array) -> jax.Array:
-        return self.visit(v, 4)
-
-    def slot_of(self, segment: jax.Array) -> jax.Array:
-        """Slot of the adapter that lies first in the stack."""
-        return lax.rem(segment, self.spec.groups) * self.blocks.pairs if self.spec.groups > 1 else jnp.int32(0)
+        return self.visit(v, self.spec.pairs_word)
 
     def first_slot(self, v: jax.Array) -> jax.Array:
-        return self.slot_of(self.visit(v, 0))
+        """Slot of the adapter that lies first in the stack."""
+        groups = self.spec.groups
+        return lax.rem(self.visit(v, 0), groups) * self.blocks.pairs if groups > 1 else jnp.int32(0)
 
     # -- rows -------------------------------------------------------------------------------------------------
 
+    def index_copy(self, v: jax.Array) -> Any:
+        r = self.r
+        return pltpu.make_async_copy(r["places"], r["index"].at[v & (INDEX_RING - 1)], r["index_sem"].at[0])
+
+    def list_rows(self, v: jax.Array) -> None:
+        """Start to write down where the table has a visit's rows (`KernelSpec.index_shape`); past the last, its first
+        entry, which any row may have."""
+        spec, t = self.spec, self.table
+        line, lane = (lax.broadcasted_iota(jnp.int32, spec.index_shape, d) for d in range(2))
+        row, rows = line * ROW_BLOCK + (lane & (ROW_BLOCK - 1)), lane < ROW_BLOCK
+        used, row = row < self.row_count(v), row + self.first_row(v)
+        farther = t.stride - spec.tokens // spec.ep
+        start, shift = self.visit_runs(v)
+
+        def run(owner: jax.Array, found: jax.Array) -> jax.Array:
+            place = row + (shift(owner) + owner * t.stride)
+            return jnp.where(row >= start(owner), jnp.where(rows, place, owner * farther), found)
+
+        found = self.each_owner(run, jnp.zeros(spec.index_shape, jnp.int32))
+        self.r["places"][...] = jnp.where(used, found, 0)
+        self.index_copy(v).start()
+
+    def index(self, v: jax.Array, i: jax.Array | int, lane: jax.Array | int) -> jax.Array:
+        return self.r["index"][v & (INDEX_RING - 1), i, lane]
+
+    def token(self, v: jax.Array, i: jax.Array | int, j: jax.Array | int) -> jax.Array:
+        """Of row j of block i."""
+        return self.r["tab"][self.index(v, i, j)]
+
+    def entry(self, v: jax.Array, field: int, i: jax.Array | int, j: jax.Array | int) -> jax.Array:
+        """What a field of the table holds for the token of row j of block i."""
+        return self.r["tab"][self.token(v, i, j) + self.index(v, i, ROW_BLOCK + j) + field]
+
     def start_gather(self, v: jax.Array) -> None:
+        """Start to bring a visit's rows, and to list the next one's."""
         p = lax.rem(v, self.blocks.xbuf)
-        base = self.table.rows + self.first_row(v)
+        self.index_copy(v).wait()
+        pl.when(v + 1 < self.visits)(functools.partial(self.list_rows, v + 1))
 
         def row(i: jax.Array, j: jax.Array | int) -> None:
-            token = self.r["tab"][base + i * ROW_BLOCK + j]
             pltpu.make_async_copy(
-                self.r["x"].at[token], self.r["xg"].at[p, i, j], self.r["gather_sem"].at[p]
+                self.r["x"].at[self.token(v, i, j)], self.r["xg"].at[p, i, j], self.r["gather_sem"].at[p]
             ).start()
 
         def block(i: jax.Array, _: None) -> None:
-            self.each_row(functools.partial(row, i))  # four bundles a row
+            self.each_row(functools.partial(row, i))
 
         lax.fori_loop(0, self.row_blocks(v), block, None)
 
@@ -177,7 +232,29 @@ class _Kernel:
         pltpu.make_async_copy(got, got, self.r["gather_sem"].at[p]).wait()
 
     def stage_rows(self, v: jax.Array) -> None:
-        lax.fori_loop(0, self.row_blocks(v), lambda i, _: self.stage_block(v, i), None)
+        """Unpack a visit's rows; scales that they are multiplied by at once are looked up beside the block before."""
+        blocks, ahead = self.row_blocks(v), int(self.spec.dispatch == "ag_fp8" and self.spec.recipe != "w8a8")
+
+        def block(i: jax.Array, _: None) -> None:
+            self.stage_block(v, i)
+            self.look_up(v, jnp.minimum(i + ahead, blocks - 1))
+
+        if ahead:
+            self.look_up(v, jnp.int32(0))
+        lax.fori_loop(0, blocks, block, None)
+
+    def look_up(self, v: jax.Array, i: jax.Array | int) -> None:
+        """What the table has for the rows of block i, their tokens' scales or adapters, in all lanes."""
+        spec, r = self.spec, self.r
+        name, field = ("sx", self.table.scales) if spec.dispatch == "ag_fp8" else ("row_slot", self.table.slots)
+        if spec.dispatch != "ag_fp8" and spec.lora is None:
+            return
+
+        def row(j: jax.Array | int) -> None:
+            value = jnp.full((1, LANES), self.entry(v, field, i, j), jnp.int32)
+            r[name][pl.ds(i * ROW_BLOCK + j, 1), :] = lax.bitcast_convert_type(value, r[name].dtype)
+
+        self.each_row(row)
 
     def stage_block(self, v: jax.Array, i: jax.Array | int) -> None:
         """Unpack (and quantise) gathered rows into the dots' operand; clear what several tiles add to."""
@@ -197,19 +274,6 @@ class _Kernel:
                 kept[rows, j * half : (j + 1) * half] = part.astype(jnp.bfloat16)
         if spec.recipe == "w8a8":
             self.quantize_block(rows, halves)
-        if spec.lora:
-            self.note_slots(v, i)
-
-    def note_slots(self, v: jax.Array, i: jax.Array | int) -> None:
-        """The adapter of each row of block i, in all lanes."""
-        r = self.r
-        base = self.table.rows + self.first_row(v) + i * ROW_BLOCK
-
-        def row(j: jax.Array | int) -> None:
-            value = r["tab"][self.table.slots + r["tab"][base + j]]
-            r["row_slot"][pl.ds(i * ROW_BLOCK + j, 1), :] = jnp.full((1, LANES), value, jnp.int32)
-
-        self.each_row(row)
 
     def unpack_block(self, v: jax.Array, i: jax.Array | int, rows: Any) -> None:
         """Rows that were quantised at their source: w8a8 multiplies the codes, w8a16 the rows they stand for."""
@@ -217,13 +281,6 @@ class _Kernel:
         p = lax.rem(v, self.blocks.xbuf)
         parts, sublanes, lanes = spec.row_shape
         quarter, width = spec.hidden // 4, sublanes * lanes
-        base = self.table.rows + self.first_row(v) + i * ROW_BLOCK
-
-        def scale(j: jax.Array | int) -> None:
-            row = pl.ds(i * ROW_BLOCK + j, 1)
-            r["sx"][row, :] = jnp.full((1, LANES), r["x_scale"][r["tab"][base + j]], jnp.float32)
-
-        self.each_row(scale)
         for part in range(parts):
             words = r["xg"][p, i, :, part].reshape(ROW_BLOCK, width)
             for j, codes in enumerate(unpack_fp8_rows(words)):
@@ -308,6 +365,7 @@ class _Kernel:
         rows = slice(0, height)
         if self.spec.one_block and self.spec.does("gather"):
             for i in range(-(-height // ROW_BLOCK)):
+                self.look_up(v, i)
                 self.stage_block(v, i)
         if self.spec.lora and self.spec.one_block:
             self.shrink(height, v)
@@ -473,8 +531,8 @@ class _Kernel:
         """Copies of a run of adapters."""
         r, lora = self.r, self.spec.lora
         assert lora is not None
-        place = self.visit(v, 6 + 2 * run)
-        count = self.visit(v, 7 + 2 * run) - place
+        place = self.visit(v, self.spec.pairs_word + 2 + 2 * run)
+        count = self.visit(v, self.spec.pairs_word + 3 + 2 * run) - place
         slots, places = pl.ds(self.first_slot(v) + place, count), pl.ds(place, count)
         once = {"a13": lora.shared_a13, "lora_b2": lora.shared_b2}
         return [
@@ -490,7 +548,7 @@ class _Kernel:
             for copy in self.lora_copies(v, run, stage):
                 copy.start()
 
-        lax.fori_loop(0, self.visit(v, 5), start, None)
+        lax.fori_loop(0, self.visit(v, self.spec.pairs_word + 1), start, None)
 
     def wait_pairs(self, v: jax.Array, stage: int) -> None:
         """Wait for all pairs' copies of one stage: for their bytes."""
@@ -576,50 +634,45 @@ class _Kernel:
             value = value.astype(jnp.bfloat16)
         r["st"][q, sent] = value.reshape(block, spec.hidden // LANES, LANES)
 
-    def push_runs(self, segment: jax.Array, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
-        """Send `length` sorted rows of a segment, from `first` on, to their owners, a run for each."""
-        cells, shifts = (at + segment * self.spec.ep for at in (self.table.cells, self.table.shifts))
-        tab, last, ep = self.r["tab"], first + length, self.spec.ep
+    def push_runs(self, v: jax.Array, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
+        """Send `length` rows of a visit's segment, from `first` on, to their owners, a run for each."""
+        start, shift = self.visit_runs(v)
 
         def begin(owner: jax.Array) -> jax.Array:
             """The first of these rows that goes to an owner, or to one after it."""
-            return jnp.clip(tab[cells + owner], first, last)
-
-        def dest(owner: jax.Array, row: jax.Array) -> jax.Array:
-            return tab[shifts + owner] + row
+            return jnp.clip(start(owner), first, first + length)
 
         def run(owner: jax.Array, row: jax.Array) -> jax.Array:
             end = begin(owner + 1)
             away = jnp.where(owner == self.rank, 0, end - row)
-            self.shipping.send(q, row - first, away, owner, dest(owner, row))
+            self.shipping.send(q, row - first, away, owner, shift(owner) + row)
             return end
 
         if self.shipping.remote:
-            self.in_blocks(jnp.int32(ep), math.gcd(ep, RUN_BLOCK), run, first)
+            self.each_owner(run, first)
         own = begin(self.rank)
         kept = begin(self.rank + 1) - own
-        self.shipping.keep(q, own - first, kept, dest(self.rank, own))
+        self.shipping.keep(q, own - first, kept, shift(self.rank) + own)
         self.shipping.note(q, kept, length - kept)
 
-    def in_blocks(self, count: jax.Array, block: int, body: Any, carry: jax.Array) -> None:
-        """Run ``carry = body(i, carry)`` for i below `count`, a multiple of `block`, so many unrolled.
+    def each_owner(self, body: Any, carry: Any) -> Any:
+        """``carry = body(owner, carry)`` for each owner, some unrolled.
 
         Unrolled, the loads of one hide those of another; in the interpreter that would only grow the program.
         """
-        if self.interpreted:
-            lax.fori_loop(0, count, body, carry)
-            return
+        ep = self.spec.ep
+        block = 1 if self.interpreted else math.gcd(ep, RUN_BLOCK)
 
-        def some(i: jax.Array, carry: jax.Array) -> jax.Array:
+        def some(i: jax.Array | int, carry: Any) -> Any:
             for j in range(block):
                 carry = body(i * block + j, carry)
             return carry
 
-        lax.fori_loop(0, lax.div(count, block), some, carry)
+        return some(0, carry) if block == ep else lax.fori_loop(0, ep // block, some, carry)
 
     def ship(self, v: jax.Array) -> None:
         r, stage = self.r, self.blocks.stage
-        count, first_row, first_chunk = self.row_count(v), self.first_row(v), self.visit(v, 3)
+        count, first_chunk = self.row_count(v), self.visit(v, 3)
 
         def chunk(c: jax.Array, _: None) -> None:
             q = lax.rem(first_chunk + c, 2)
@@ -628,11 +681,10 @@ class _Kernel:
             length = jnp.minimum(stage, count - first)
             self.result_chunk(v, first, length, q)
             if self.spec.pushes:
-                self.push_runs(self.visit(v, 0), first_row + first, length, q)
+                self.push_runs(v, self.first_row(v) + first, length, q)
             else:
-                pltpu.make_async_copy(
-                    r["st"].at[q, pl.ds(0, length)], r["o"].at[pl.ds(first_row + first, length)], r["out_sem"].at[q]
-                ).start()
+                rows = pl.ds(self.visit(v, 4) + first, length)
+                pltpu.make_async_copy(r["st"].at[q, pl.ds(0, length)], r["o"].at[rows], r["out_sem"].at[q]).start()
                 self.shipping.note(q, length, 0)
 
         lax.fori_loop(0, lax.div(count + (stage - 1), stage), chunk, None)
@@ -642,6 +694,8 @@ class _Kernel:
     def prologue(self) -> None:
         spec = self.spec
         steps = self.visits * spec.tiles
+        if spec.does("gather"):
+            pl.when(self.visits > 0)(functools.partial(self.list_rows, jnp.int32(0)))
         if spec.does("weights"):
             for s in range(self.blocks.nbuf - 1):
                 pl.when(s < steps)(functools.partial(self.start_weights, jnp.int32(s)))
@@ -722,12 +776,18 @@ class _Kernel:
             self.one_visit(v)
 
         lax.fori_loop(0, self.visits, body, None)
-        self.shipping.leave(self.r["tab"][1] if self.spec.does("ship") else jnp.int32(0))
+        self.shipping.leave(self.arriving() if self.spec.does("ship") else jnp.int32(0))
+
+    def arriving(self) -> jax.Array:
+        """Rows that other devices send here: of this one's pairs, those routed to other devices' experts."""
+        spec, t = self.spec, self.table
+        routed = self.r["tab"][self.rank * t.stride + t.begins + spec.ep * spec.segments]
+        return routed - (self.begin(self.rank, spec.segments) - self.begin(self.rank, 0))
 
 
 def scalars(spec: KernelSpec) -> list[str]:
-    """Names of the kernel's scalar operands, in order: the plan's table, scales of the gathered rows, static scales."""
-    return ["tab"] + ["x_scale"] * (spec.dispatch == "ag_fp8") + ["act_scale"] * spec.static_scales
+    """Names of the kernel's scalar operands, in order: this device's rank, the plan's table, static scales."""
+    return ["rank", "tab"] + ["act_scale"] * spec.static_scales
 
 
 def _names(spec: KernelSpec) -> list[str]:
@@ -757,8 +817,8 @@ def expert_kernel(
 
     Args:
       spec: the build.
-      tables: what `scalars` names: the int32 table of `plan.build_plan`, float32 ``[T]`` scales of FP8 rows, float32
-        ``[4]`` static activation scales (x scale, its inverse, h scale, its inverse).
+      tables: what `scalars` names: int32 ``[1]``, the int32 table of `plan.build_plan`, float32 ``[4]`` static
+        activation scales (x scale, its inverse, h scale, its inverse).
       tensors: operands by name (`spec.operands`), in the layouts of `layout`.
       vmem_limit_bytes: the compiler's on-chip budget.
       interpret: False, or `pltpu.InterpretParams`.

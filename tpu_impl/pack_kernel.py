@@ -69,7 +69,8 @@ def pack_kernel(
       vmem_limit_bytes, interpret, bounds_checks: as `expert_kernel`'s.
 
     Returns:
-      uint32 ``[T, *row_shape]``, byte b of word j being the code of column ``j + b H / 4``; float32 scales ``[T]``.
+      uint32 ``[T, *row_shape]``, byte b of word j being the code of column ``j + b H / 4``; float32 scales ``[T]``
+      in whole rows of lanes, what is past T undefined.
     """
     tokens, hidden = x.shape
     count = min(LANES, round_up(tokens, ROW_BLOCK))
@@ -95,4 +96,4 @@ def pack_kernel(
         interpret=interpret,
         name=NAME,
     )(x)
-    return words, scales.reshape(-1)[:tokens]
+    return words, scales.reshape(-1)

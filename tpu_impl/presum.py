@@ -104,9 +104,9 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
 
 def tables(spec: KernelSpec, plan: Plan, arriving: jax.Array) -> list[jax.Array]:
     """The kernel's int32 and float32 tables; `arriving` as in the header."""
-    assert plan.weights is not None
+    assert plan.kept is not None
     layout = TableLayout.of(spec)
-    pairs = jnp.sum(plan.mine.reshape(spec.tokens, spec.top_k), axis=1, dtype=jnp.int32)
+    pairs = jnp.sum(plan.kept.mine.reshape(spec.tokens, spec.top_k), axis=1, dtype=jnp.int32)
     here, total = pairs > 0, jnp.sum(pairs)
     owners = jnp.cumsum(jnp.sum(here.reshape(spec.ep, -1), axis=1, dtype=jnp.int32), dtype=jnp.int32)
     place = exclusive_sum(here.astype(jnp.int32))
@@ -114,11 +114,11 @@ def tables(spec: KernelSpec, plan: Plan, arriving: jax.Array) -> list[jax.Array]
     blocks = jnp.sum(jnp.where(place < bounds[:, None], pairs, 0), axis=1, dtype=jnp.int32)
 
     row = lax.iota(jnp.int32, spec.capacity)
-    pair = jnp.where(row < total, plan.order, spec.capacity)
-    pair, rows, weights = lax.sort((pair, row, plan.weights[1]), num_keys=1, is_stable=False)
+    pair = jnp.where(row < total, plan.kept.order, spec.capacity)
+    pair, rows, weights = lax.sort((pair, row, plan.kept.sorted_weights), num_keys=1, is_stable=False)
     token = lax.div(pair, spec.top_k)
     begins = (token != jnp.roll(token, 1)) | (row == 0)
-    header = jnp.stack([plan.rank, arriving, owners[-1], total])
+    header = jnp.stack([plan.rank[0], arriving, owners[-1], total])
     table = jnp.concatenate([header, jnp.zeros((1,), jnp.int32), owners, blocks, 2 * rows + begins])
     assert table.shape == (layout.size,) and table.dtype == jnp.int32, (table.shape, table.dtype, layout)
     return [table, weights]

@@ -7,6 +7,7 @@ memory model cannot drift from the allocation.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ ROW_BLOCK = 32
 """Rows staged at a time; the sublane tile of 8-bit data."""
 RUN_BLOCK = 8
 """Owners to whom rows are started together."""
+INDEX_RING = 4
+"""Visits whose rows' places are held: the one at work, the one whose rows come in, the one after it; a power of 2."""
 LANES = 128
 SUBLANES = 8
 BF16_SUBLANES = 16
@@ -138,8 +141,14 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Bytes with the last two dimensions padded to the native tile (an upper bound)."""
-        if self.space != "vmem":
-            return 0
+        return self._padded() if self.space == "vmem" else 0
+
+    @property
+    def scalar_bytes(self) -> int:
+        """The same of scalar memory."""
+        return self._padded() if self.space == "smem" else 0
+
+    def _padded(self) -> int:
         item = _ITEMSIZE[self.dtype]
         dims = list(self.shape)
         dims[-1] = round_up(dims[-1], LANES)
@@ -269,12 +278,6 @@ class KernelSpec:
         return self.tiles == 1 and self.blocks.rows <= 2 * ROW_BLOCK and self.blocks.xbuf == 2
 
     @property
-    def rows_beyond(self) -> int:
-        """Table entries past the last row, which the last visit may read: rows are gathered `ROW_BLOCK` at a time, and
-        with `one_block` as many are staged as the tile is high."""
-        return self.blocks.rows if self.one_block else ROW_BLOCK
-
-    @property
     def finishes_in_tile(self) -> bool:
         """Whether results get their scale, bias and adapters where they leave the only tile."""
         return self.one_block or (self.tiles == 1 and self.lora is None)
@@ -295,6 +298,16 @@ class KernelSpec:
     def local_rows(self) -> int:
         """Pairs of the tokens this device owns: the arrival buffer of a push."""
         return self.capacity // self.ep
+
+    @property
+    def token_bits(self) -> int:
+        """Bits that number the tokens this device owns."""
+        return (self.tokens // self.ep - 1).bit_length()
+
+    @property
+    def pair_bits(self) -> int:
+        """Bits that number their pairs: k, then the token."""
+        return self.token_bits + (self.top_k - 1).bit_length()
 
     @property
     def lanes(self) -> int:
@@ -322,14 +335,31 @@ class KernelSpec:
 
     @property
     def visit_width(self) -> int:
-        """Words of a visit: segment, first sorted row, row count, first chunk; with adapters how many pairs, how many
-        runs of neighbouring slots these are, and the places where presence changes."""
-        return 4 + (3 + self.blocks.pairs if self.lora else 0)
+        """Words of a visit: segment, first row in it, row count, first chunk, first sorted row; with adapters how many
+        pairs, how many runs of neighbouring slots these are, and the places where presence changes."""
+        return self.pairs_word + (3 + self.blocks.pairs if self.lora else 0)
+
+    @property
+    def pairs_word(self) -> int:
+        """Where a visit's words about adapters begin."""
+        return 5
+
+    @property
+    def run_words(self) -> int:
+        """Words of a segment: for each owner its first row there, then how many there are; for each owner how much
+        farther that row lies in its list."""
+        return 2 * self.ep + 1
+
+    @property
+    def index_shape(self) -> tuple[int, int]:
+        """A line for each `ROW_BLOCK` rows of a panel: where the table has the row, then how much farther than its
+        token's number the token's entries are."""
+        return self.blocks.rows // ROW_BLOCK, LANES
 
     @property
     def present_words(self) -> int:
-        """Words that say which adapters an expert has rows of, a bit each, also where a group has room for more."""
-        return -(-self.groups * self.blocks.pairs // 32) if self.lora else 0
+        """Words that say which adapters of a group a segment has rows of, a bit each."""
+        return -(-self.blocks.pairs // 32)
 
     @property
     def scale_lanes(self) -> int:
@@ -360,35 +390,32 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Offsets into the one int32 table the kernel reads from scalar memory.
+    """The int32 table the kernel reads from scalar memory: of each device `stride` words, what it says of its own.
 
-    Header: this device's rank, and how many rows arrive from other devices. Rows are sorted by (segment, pair), so
-    those of one segment whose tokens one device owns are contiguous: a cell, (segment s, owner o) at ``s * ep + o``.
-    `cells`: the first sorted row of each, then the number of rows. `shifts`, where results are pushed: how far from
-    their sorted place here the rows of each arrive at their owner. `rows`: the token of each sorted row. `slots`,
-    where there are adapters: the slot of each token, -1 for none. `present`: for each expert, the slots its rows use
+    First the tokens of its pairs, numbered on all devices, sorted by (segment, pair), segments of all devices: rows of
+    results arrive there in the same order. `begins`: the first of them in each segment, then how many are routed at
+    all. `scales`: of each of its tokens' rows, bits of a float32, where rows are quantised at their source. Where there
+    are adapters, `slots`: of each of its tokens, -1 for none; `present`: for each segment, its adapters that pairs use
     as bits.
     """
 
-    cells: int
-    shifts: int
-    rows: int
+    begins: int
+    scales: int
     slots: int
     present: int
+    stride: int
     size: int
-
-    HEADER = 2
 
     @classmethod
     def of(cls, spec: KernelSpec) -> TableLayout:
-        # One segment more, where the last one ends.
-        cells = (spec.segments + 1) * spec.ep
-        shifts = cls.HEADER + cells
-        rows = shifts + (cells if spec.pushes else 0)
-        slots = rows + spec.capacity + spec.rows_beyond
-        present = slots + (spec.tokens if spec.lora else 0)
-        size = present + spec.experts * spec.present_words
-        return cls(cls.HEADER, shifts, rows, slots, present, size)
+        tokens, segments = spec.tokens // spec.ep, spec.ep * spec.segments
+        lengths = (
+            spec.local_rows, segments + 1, tokens * (spec.dispatch == "ag_fp8"), tokens * (spec.lora is not None),
+            segments * spec.present_words,
+        )
+        begins, scales, slots, present, end = itertools.accumulate(round_up(n, LANES) for n in lengths)
+        stride = round_up(end, SUBLANES * LANES)
+        return cls(begins, scales, slots, present, stride, spec.ep * stride)
 
 
 def scratch(spec: KernelSpec) -> list[Buffer]:
@@ -405,7 +432,11 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
         Buffer("w2v", "vmem", (b.nbuf, bf, h), wdtype),
         Buffer("st", "vmem", (2, b.stage, h // LANES, LANES), TRANSPORTS[spec.transport].row),
         Buffer("visits", "smem", (spec.max_visits * spec.visit_width,), "int32"),
+        Buffer("runs", "smem", (spec.segments * spec.run_words,), "int32"),
+        Buffer("index", "smem", (INDEX_RING, *spec.index_shape), "int32"),
+        Buffer("places", "vmem", spec.index_shape, "int32"),
         Buffer("lens", "smem", (4,), "int32"),
+        Buffer("index_sem", "dma", (1,)),
         Buffer("gather_sem", "dma", (b.xbuf,)),
         Buffer("weight_sem", "dma", (b.nbuf,)),
         Buffer("out_sem", "dma", (2,)),

@@ -11,8 +11,9 @@ Nothing here is measured. A layer's time is
   rows are binomial: the time is the mean over that distribution, not the time of a mean expert, and an expert takes
   the longer of its compute and its HBM time, because the weight ring runs only two or three tiles ahead.
 * v7x: libtpu's schedules there do not hold back the matrix unit, so a tile takes max(bundles / clock, MACs / peak).
-* fixed: what XLA runs around the kernel (`xla_ops`), quantised rows (`pack_us`), the final sum (`combine_us`),
-  `LAUNCH_US` for each of these operations, the latency of metadata gather, entry barrier and last arrivals.
+* fixed: what XLA runs around the kernel (`xla_ops`), a device's part of the routing table (`table_us`), quantised rows
+  (`pack_us`), the final sum (`combine_us`), `LAUNCH_US` for each of these operations, the latency of metadata gather,
+  entry barrier and last arrivals.
 * beside: the gather of the rows is asynchronous, so the operations that the compiled program runs before it waits for
   it (most of the plan) cost only what they take longer.
 
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from ..common.config import FusedMoEConfig
 from .generations import Generation
 from .links import Fabric, Traffic, dispatch_us, share_reached, total_us, transport_us
-from .spec import LANES, ROW_BLOCK, RUN_BLOCK, KernelSpec
+from .spec import LANES, ROW_BLOCK, RUN_BLOCK, SUBLANES, KernelSpec
 from .xla_ops import Glue
 
 HOP_US = 1.0
@@ -244,6 +245,12 @@ def pack_us(gen: Generation, clock: float, spec: KernelSpec) -> float:
     return max(bundles / clock, 3 * rows * spec.hidden / gen.hbm_gbps) / 1e3
 
 
+def table_us(clock: float, spec: KernelSpec) -> float:
+    """The kernel that lays out a device's part of the table: loops over lines of pairs, by registers of segments."""
+    lines, registers = -(-spec.local_rows // LANES), -(-(spec.ep * spec.segments + 1) // SUBLANES)
+    return (60 + 1.4 * lines * registers) / clock / 1e3
+
+
 SKIPPED = 8
 """Bundles more for each pair where some may be skipped."""
 
@@ -303,8 +310,9 @@ def _added(
     """The kernel's time with everything else."""
     rows = num_tokens * config.experts_per_token / spec.ep
     traffic, sums = traffic_of(spec, config, num_tokens), presum_us(gen, clock, spec, config)
-    plan = around.cycles / clock / 1e3 + pack_us(gen, clock, spec) + combine_us(gen, clock, spec)
-    launches = (around.launches + 1 + (spec.dispatch == "ag_fp8")) * LAUNCH_US
+    plan = around.cycles / clock / 1e3 + table_us(clock, spec)
+    plan += pack_us(gen, clock, spec) + combine_us(gen, clock, spec)
+    launches = (around.launches + 2 + (spec.dispatch == "ag_fp8")) * LAUNCH_US
     latency = (around.collectives + arrivals(spec)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
     dispatch = dispatch_us(fabric, traffic, spec.dispatch)
     beside = min(dispatch, around.beside_cycles / clock / 1e3 + around.beside_launches * LAUNCH_US)

@@ -33,6 +33,8 @@ SORT_BUNDLES = 4
 """Of one vector register, operand and step of a bitonic sort, which libtpu unrolls for a few thousand elements (there
 3.8 were counted); in larger ones a loop's body counts once, so they are computed."""
 REGISTER = 1024
+SMALL = 50
+"""Bundles that a small operation has less than."""
 GATHER_BUNDLES = 11
 """Of each KiB that a row gather brings, where libtpu unrolls it (4420 for 64 rows of 6 KiB); larger ones are loops."""
 
@@ -173,9 +175,9 @@ def glue(hlo: str, bundles: Mapping[str, int], kernel: str) -> Glue:
     for op in ops:
         if op.name in bundles:
             alike.setdefault((op.opcode, op.shape), bundles[op.name])
-    estimates = [op.estimate for op in ops if op.estimate is not None]
-    # The smallest operations' common estimate is the compiler's allowance; a few marks are below it.
-    allowance = min((e for e in estimates if estimates.count(e) >= 2 and e > 1000), default=0)
+    # Small operations' estimates are the compiler's allowance and next to nothing else; a few marks are below it.
+    small = (op for op in ops if op.estimate is not None and op.estimate > 1000 and bundles.get(op.name, SMALL) < SMALL)
+    allowance = min((op.estimate for op in small if op.estimate is not None), default=0)
     cycles, compiler, beside, cost = 0, 0, 0, []
     for i, op in kept:
         scheduled = bundles.get(op.name, alike.get((op.opcode, op.shape), 0))

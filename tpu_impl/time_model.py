@@ -420,8 +420,8 @@ def estimate_time(
     )
 
 
-USUAL = Glue(1_000, 37, 80_000, 2, ())
-PLANNED_PAIR, PACKED_COLUMN = 0.78, 0.0045
+USUAL = Glue(1_000, 12, 30_000, 2, ())
+PLANNED_PAIR, PACKED_COLUMN = 0.09, 0.0045
 """What compiled layers have around their kernels (v7x, 512 to 8192 tokens of both Qwen3-Coder shapes): cycles for each
 pair of all devices, and for each column of a bf16 row that XLA packs. What of it runs beside the gather is left out."""
 

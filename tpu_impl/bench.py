@@ -50,8 +50,8 @@ WIRES = ("bf16", "fp8")
 WHOLE_TOKENS = 8192
 # The modules whose text decides what is compiled and how its dump is read.
 _SHAPING = (
-    "combine", "combine_kernel", "ep_moe", "expert_kernel", "kernel_loops", "layout", "llo", "numerics", "pack_kernel",
-    "plan", "presum", "shipping", "spec", "table_kernel", "xla_ops",
+    "combine", "combine_cost", "combine_kernel", "ep_moe", "expert_kernel", "kernel_loops", "layout", "llo", "numerics",
+    "pack_kernel", "plan", "presum", "shipping", "spec", "table_kernel", "xla_ops",
 )
 
 

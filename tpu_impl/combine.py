@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import combine_kernel, presum
+from .combine_cost import combine_panels
+from .generations import Generation
 from .plan import Plan, exclusive_sum, inverse_permutation
 from .spec import KernelSpec
 
@@ -44,39 +46,43 @@ def _weighted_sum(
     use: jax.Array,
     weights: jax.Array,
     launch: dict[str, Any],
+    panels: int,
     scales: jax.Array | None = None,
 ) -> jax.Array:
     """bf16 ``[T, H]``: the weighted sum of the pairs in `use`; `scales` ``[rows, 1, 128]`` are equal along lanes."""
     alone = {name: value for name, value in launch.items() if name != "collective_id"}
-    return combine_kernel.combine_kernel(rows, jnp.where(use, at, -1), weights, scales, **alone)
+    return combine_kernel.combine_kernel(rows, jnp.where(use, at, -1), weights, scales, panels=panels, **alone)
 
 
 def _pushed(
-    spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any]
+    spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any],
+    panels: int,
 ) -> jax.Array:
     assert plan.arrival is not None
-    return _weighted_sum(results[0], plan.arrival, plan.owned, topk_weights, launch, *results[1:])
+    return _weighted_sum(results[0], plan.arrival, plan.owned, topk_weights, launch, panels, *results[1:])
 
 
 def _reduce_scattered(
-    spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any]
+    spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any],
+    panels: int,
 ) -> jax.Array:
     assert plan.kept is not None
     shape = (spec.tokens, spec.top_k)
     at = inverse_permutation(plan.kept.order, (spec.capacity - 1).bit_length()).reshape(shape)
-    partial = _weighted_sum(results[0], at, plan.kept.mine.reshape(shape), plan.kept.weights, launch)
+    partial = _weighted_sum(results[0], at, plan.kept.mine.reshape(shape), plan.kept.weights, launch, panels)
     return lax.psum_scatter(partial, spec.axis, scatter_dimension=0, tiled=True) if spec.ep > 1 else partial
 
 
 def _presummed(
-    spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any]
+    spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any],
+    panels: int,
 ) -> jax.Array:
     devices = lax.iota(jnp.int32, spec.ep)
     comes = jnp.any(plan.device[:, :, None] == devices, axis=1)
     at = exclusive_sum(comes.astype(jnp.int32)) + devices * (spec.tokens // spec.ep)
     arriving = jnp.sum(comes & (devices != plan.rank[0]), dtype=jnp.int32)
     codes, scales = presum.presum_kernel(spec, presum.tables(spec, plan, arriving), results[0], **launch)
-    return _weighted_sum(codes, at, comes, jnp.ones(at.shape, jnp.float32), launch, scales)
+    return _weighted_sum(codes, at, comes, jnp.ones(at.shape, jnp.float32), launch, panels, scales)
 
 
 _COMBINES = {
@@ -85,11 +91,12 @@ _COMBINES = {
 
 
 def combine(
-    spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any]
+    spec: KernelSpec, results: list[jax.Array], plan: Plan, topk_weights: jax.Array, launch: dict[str, Any],
+    gen: Generation,
 ) -> jax.Array:
     """bf16 ``[T_local, H]`` from the kernel's results; call where `build_plan` was called.
 
     `launch` holds the keyword arguments that `expert_kernel` was launched with, for transports with a kernel of their
-    own.
+    own; `gen` is what decides how rows are brought in (`combine_cost`).
     """
-    return _COMBINES[spec.transport](spec, results, plan, topk_weights, launch)
+    return _COMBINES[spec.transport](spec, results, plan, topk_weights, launch, combine_panels(gen, spec))

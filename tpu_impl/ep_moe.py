@@ -329,7 +329,7 @@ def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> j
     if spec.ep > 1:
         rows = lax.all_gather(rows, spec.axis, axis=0, tiled=True)
     results = expert_kernel(spec, tables, {"x": rows, **args["tensors"]}, **launch)
-    return combine.combine(spec, results, plan, args["weights"], launch)
+    return combine.combine(spec, results, plan, args["weights"], launch, generation(build.generation))
 
 
 def place(tensors: dict[str, np.ndarray], build: EPBuild) -> dict[str, jax.Array]:

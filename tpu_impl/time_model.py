@@ -12,7 +12,7 @@ Nothing here is measured. A layer's time is
   the longer of its compute and its HBM time, because the weight ring runs only two or three tiles ahead.
 * v7x: libtpu's schedules there do not hold back the matrix unit, so a tile takes max(bundles / clock, MACs / peak).
 * fixed: what XLA runs around the kernel (`xla_ops`), a device's part of the routing table (`table_us`), quantised rows
-  (`pack_us`), the final sum (`combine_us`), `LAUNCH_US` for each of these operations, the latency of metadata gather,
+  (`pack_us`), the final sum (`combine_cost`), `LAUNCH_US` for each of these operations, the latency of metadata gather,
   entry barrier and last arrivals.
 * beside: the gather of the rows is asynchronous, so the operations that the compiled program runs before it waits for
   it (most of the plan) cost only what they take longer.
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..common.config import FusedMoEConfig
+from .combine_cost import combine_us
 from .generations import Generation
 from .links import Fabric, Traffic, dispatch_us, share_reached, total_us, transport_us
 from .spec import LANES, ROW_BLOCK, RUN_BLOCK, SUBLANES, KernelSpec
@@ -215,29 +216,11 @@ def presum_us(gen: Generation, clock: float, spec: KernelSpec, config: FusedMoEC
     return max(bundles / clock, (2 * pairs + tokens) * spec.hidden / gen.hbm_gbps) / 1e3
 
 
-def summed_rows(spec: KernelSpec) -> int:
-    """Rows that `combine_kernel` adds on one device, or skips.
-
-    A push leaves K rows a local token, presum one a device, and a reduce-scatter sums K rows of every token here.
-    """
-    return {"push": spec.local_rows, "pres": spec.tokens}.get(spec.transport[:4], spec.capacity)
-
-
-def combine_us(gen: Generation, clock: float, spec: KernelSpec) -> float:
-    """The kernel that adds a token's rows: bytes, or its loops.
-
-    Bundles are those of libtpu's schedules at H 2048 and 6144, K 8, linear in between: a pair's copy, and what is done
-    to each register of its row, the token's share of a group in it. Only a reduce-scatter skips most pairs.
-    """
-    rows, fp8 = summed_rows(spec), spec.transport.endswith("fp8")
-    column = (1.0 if gen.native_e4m3 else 2.6) if fp8 else 0.85
-    bundles = rows * (5.6 + column * spec.hidden / 1024 + (0 if fp8 or spec.pushes else SKIPPED))
-    arrived = rows if fp8 or spec.pushes else spec.capacity // spec.ep
-    return max(bundles / clock, arrived * spec.hidden * (1 if fp8 else 2) / gen.hbm_gbps) / 1e3
-
-
 def pack_us(gen: Generation, clock: float, spec: KernelSpec) -> float:
-    """The kernel that quantises rows at their source: bytes, or its loops, as `combine_us`'s."""
+    """The kernel that quantises rows at their source: bytes, or its loops.
+
+    Bundles are those of libtpu's schedules at H 2048 and 6144, linear in between.
+    """
     if spec.dispatch != "ag_fp8":
         return 0.0
     rows = spec.tokens // spec.ep
@@ -249,10 +232,6 @@ def table_us(clock: float, spec: KernelSpec) -> float:
     """The kernel that lays out a device's part of the table: loops over lines of pairs, by registers of segments."""
     lines, registers = -(-spec.local_rows // LANES), -(-(spec.ep * spec.segments + 1) // SUBLANES)
     return (60 + 1.4 * lines * registers) / clock / 1e3
-
-
-SKIPPED = 8
-"""Bundles more for each pair where some may be skipped."""
 
 
 def arrivals(spec: KernelSpec) -> int:

@@ -221,6 +221,19 @@ def test_more_adapters_at_once_than_a_word_has_bits() -> None:
     assert bitwise_equal(got, Layer(case).run())
 
 
+@pytest.mark.parametrize(("slots", "deep"), [(None, True), (9, False)], ids=["one_register", "two_registers"])
+@pytest.mark.parametrize("scheme", ["channel", slow("block")])
+def test_tall_panels_end_in_their_only_tile(scheme: str, slots: int | None, deep: bool) -> None:
+    """Two panels of one expert; what adapters add is expanded in one pass where both terms fit the matrix unit."""
+    case = Case(scheme, "w8a8", "mixed", routing="one_expert", tokens=120, shape=WIDE)
+    layer = Layer(case, rows=96, slots=slots, settings=EAGER)
+    spec = layer.build.spec(120)
+    assert (spec.one_block, spec.finishes_in_tile, spec.deep_terms) == (False, True, deep)
+    got, base = check(layer), np.asarray(layer.slots()) < 0
+    assert base.any()
+    assert bitwise_equal(got[base], Layer(replace(case, lora="none"), rows=96).run()[base])
+
+
 @pytest.mark.parametrize("settings", [STRICT, EAGER], ids=["on_wait", "eager"])
 @pytest.mark.parametrize("ep", [slow(2), 4, 8])
 def test_expert_parallel_equals_one_device(ep: int, settings: InterpretSettings) -> None:

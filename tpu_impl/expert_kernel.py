@@ -40,7 +40,7 @@ from .spec import INDEX_RING, LANES, ROW_BLOCK, RUN_BLOCK, TRANSPORTS, KernelSpe
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
 N_CHUNK = 1024
-# Columns of gate (and of up) whose pre-activations are held at once.
+# Columns of gate (and of up) whose pre-activations are held at once; half where those do not divide a wider tile.
 G_CHUNK = 512
 # The same with block scales, where a sum over all blocks of H is held.
 BLOCK_N_CHUNK, BLOCK_G_CHUNK = 512, 256
@@ -373,7 +373,9 @@ class _Kernel:
             self.block_tile(rows, v, f, slot)
             return
         # A few columns at a time: their pre-activations stay in registers.
-        pieces = [self.hidden_columns(rows, f, slot, c, w) for c, w in _chunks(self.blocks.bf, G_CHUNK)]
+        bf = self.blocks.bf
+        most = G_CHUNK if bf % G_CHUNK == 0 or bf < G_CHUNK else G_CHUNK // 2
+        pieces = [self.hidden_columns(rows, f, slot, c, w) for c, w in _chunks(bf, most)]
         h = jnp.concatenate(pieces, axis=1)
         shrunk = self.shrink_hidden(rows, v, [_dot_nt(h, self.stack("la2", f))]) if self.spec.lora else None
         self.down(rows, v, h, slot, shrunk)
@@ -397,9 +399,9 @@ class _Kernel:
         return [self.expand(x, self.stack("lb13", f, columns=c)) for x, c in zip(shrunk, parts, strict=True)]
 
     def shrink_hidden(self, rows: slice, v: jax.Array, parts: list[jax.Array]) -> Any:
-        """Add a tile's hidden columns, shrunk in `parts`, to the sum over tiles; in one block, both its terms."""
+        """Add a tile's hidden columns, shrunk in `parts`, to the sum over tiles; of the only tile, both terms of it."""
         part = functools.reduce(jnp.add, parts)
-        if self.spec.one_block:
+        if self.spec.finishes_in_tile:
             return split_bf16(jnp.where(self.row_mask(v, rows), part, 0.0))
         self.r["us"][rows, :] += part
         return None
@@ -518,15 +520,6 @@ class _Kernel:
 
     # -- adapters ---------------------------------------------------------------------------------------------
 
-    @property
-    def lora_stages(self) -> list[list[str]]:
-        """Operands of a pair in the order they are used; copies of one stage start, and are waited for, together.
-
-        A stage starts as soon as the visit before has used the last: one block uses all at once.
-        """
-        stages = [["a13"], ["lora_b13", "a2"], ["lora_b2"]]
-        return [functools.reduce(list.__add__, stages)] if self.spec.one_block else stages
-
     def lora_copies(self, v: jax.Array, run: jax.Array, stage: int) -> list[Any]:
         """Copies of a run of adapters."""
         r, lora = self.r, self.spec.lora
@@ -540,7 +533,7 @@ class _Kernel:
                 r[name].at[slots, 0 if once.get(name) else self.expert(v)], r[STACKS[name]].at[places],
                 r["lora_sem"].at[stage],
             )
-            for name in self.lora_stages[stage]
+            for name in self.spec.adapter_stages[stage]
         ]
 
     def start_pairs(self, v: jax.Array, stage: int) -> None:
@@ -556,7 +549,7 @@ class _Kernel:
 
         @pl.when(n > 0)
         def _() -> None:
-            for name in self.lora_stages[stage]:
+            for name in self.spec.adapter_stages[stage]:
                 part = self.r[STACKS[name]].at[pl.ds(0, n)]
                 pltpu.make_async_copy(part, part, self.r["lora_sem"].at[stage]).wait()
 
@@ -586,7 +579,9 @@ class _Kernel:
         return pltpu.bitcast(words.reshape(self.spec.lanes // 2, words.shape[-1]), jnp.bfloat16)
 
     def expand(self, shrunk: Any, b: jax.Array) -> jax.Array:
-        """float32 ``[rows, columns]`` of both terms of a shrunk input: one below the other, B is loaded once."""
+        """float32 ``[rows, columns]`` of both terms of a shrunk input; one below the other, B is loaded once."""
+        if self.spec.deep_terms:
+            return _dot(jnp.concatenate(list(shrunk), axis=1), jnp.concatenate([b, b], axis=0))
         out = _dot(jnp.concatenate(list(shrunk), axis=0), b)
         return out[: out.shape[0] // 2] + out[out.shape[0] // 2 :]
 
@@ -603,7 +598,7 @@ class _Kernel:
             for n, j in enumerate(part):
                 for i, term in enumerate(split_bf16(jnp.where(mask, shrunk[:, n * a : (n + 1) * a], 0.0))):
                     r["vs"][i, 0:height, j * a : (j + 1) * a] = term
-        if not spec.one_block:
+        if not spec.finishes_in_tile:
             r["us"][0:height, :] = jnp.zeros((height, a), jnp.float32)
 
     # -- results ----------------------------------------------------------------------------------------------
@@ -710,7 +705,7 @@ class _Kernel:
             if spec.does("weights"):
                 self.visit_weights(first, "start")
             if spec.lora and spec.does("adapters"):
-                for stage in range(len(self.lora_stages[:2])):
+                for stage in range(len(spec.adapter_stages[:2])):
                     self.start_pairs(first, stage)
 
         self.shipping.enter()
@@ -740,8 +735,8 @@ class _Kernel:
                 self.stage_rows(v)
             if self.blocks.xbuf == 1:
                 ahead(self.start_gather)
-        split = not spec.one_block
-        if pairs and split:
+        split, late = not spec.one_block, len(spec.adapter_stages) == 3
+        if pairs and late:
             self.start_pairs(v, 2)
         if pairs:
             self.wait_pairs(v, 0)
@@ -764,7 +759,7 @@ class _Kernel:
             lax.fori_loop(0, spec.tiles, step, None)
         if pairs:
             ahead(self.start_pairs, 1 if split else 0)
-        if pairs and split:
+        if pairs and late:
             self.wait_pairs(v, 2)
         if spec.does("ship"):
             self.ship(v)

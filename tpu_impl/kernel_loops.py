@@ -15,9 +15,6 @@ from .llo import Schedule
 from .spec import ROW_BLOCK, KernelSpec
 from .time_model import VisitCost
 
-ADAPTER_LOOPS = {True: (0, 1), False: (2, 1)}
-"""Adapter DMA loops before and after the tiles, by `KernelSpec.one_block`."""
-
 
 @dataclass(frozen=True)
 class KernelLoops:
@@ -60,7 +57,8 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
     outer = [x for x in schedule.loops if x.depth == 1]
     visit = max(outer, key=lambda x: x.bundles)
     children = schedule.children(visit)
-    before, after = ADAPTER_LOOPS[spec.one_block] if spec.lora else (0, 0)
+    # Adapter DMA loops before and after the tiles: a stage's each, the first of several before.
+    before, after = (len(spec.adapter_stages) - 1, 1) if spec.lora else (0, 0)
     staging = int(not spec.one_block)
     want = 2 + staging + before + after + (spec.tiles > 1)
     while len(children) > want and children[0].bundles < ROW_BLOCK:
@@ -83,8 +81,8 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
         bodies, once = _bodies(previous.end, following.start, visit.landings, heights), 0
     shrink: list[tuple[int, int]] = []
     if spec.lora and not spec.one_block:
-        # Between the copies of this visit's B2 and of the next one's A13.
-        shrink = _bodies(children[2].end, children[3].start, visit.landings, heights)
+        # Before the copies of the next visit's A13.
+        shrink = _bodies(children[before].end, children[before + 1].start, visit.landings, heights)
     # The largest conditional bodies before the runs: waits for earlier sends have some of their own.
     pieces = spec.blocks.stage // spec.finish_rows
     ends = [ship.start, *ship.landings]

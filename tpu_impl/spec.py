@@ -280,7 +280,24 @@ class KernelSpec:
     @property
     def finishes_in_tile(self) -> bool:
         """Whether results get their scale, bias and adapters where they leave the only tile."""
-        return self.one_block or (self.tiles == 1 and self.lora is None)
+        return self.tiles == 1
+
+    @property
+    def adapter_stages(self) -> tuple[tuple[str, ...], ...]:
+        """Operands of a pair in the order they are used; copies of one stage start, and are waited for, together.
+
+        A stage starts as soon as the visit before has used the last: one block uses all at once, one tile all but A13.
+        """
+        tile = ("lora_b13", "a2")
+        if self.one_block:
+            return (("a13", *tile, "lora_b2"),)
+        return (("a13",), (*tile, "lora_b2")) if self.finishes_in_tile else (("a13",), tile, ("lora_b2",))
+
+    @property
+    def deep_terms(self) -> bool:
+        """Whether both terms of a shrunk input are expanded in one pass, side by side, below B loaded twice: in tall
+        tiles, where rows take the time and not B, and a stack that would leave half of the matrix unit's depth idle."""
+        return self.finishes_in_tile and not self.one_block and self.lanes <= LANES
 
     @property
     def finish_rows(self) -> int:
@@ -472,7 +489,7 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
             Buffer("vs", "vmem", (2, rows, spec.halves * a), "bfloat16"),
             Buffer("lora_sem", "dma", (3,)),
         ]
-        if not spec.one_block:
+        if not spec.finishes_in_tile:
             out.append(Buffer("us", "vmem", (rows, a), "float32"))
     return out
 

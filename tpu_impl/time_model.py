@@ -381,10 +381,12 @@ def estimate_kernel_us(gen: Generation, spec: KernelSpec, config: FusedMoEConfig
 
 
 def estimate_glue(spec: KernelSpec) -> Glue:
-    """What XLA runs around the kernels, without having compiled it: `USUAL`, pairs and packed rows."""
+    """What XLA runs around the kernels, without having compiled it: `USUAL`, pairs and packed rows, and the order of
+    all devices' pairs for results that are not pushed."""
     packing = 0 if spec.dispatch == "ag_fp8" else spec.tokens // spec.ep * PACKED_COLUMN * spec.hidden
-    cycles = round(USUAL.cycles + PLANNED_PAIR * spec.capacity + packing)
-    return Glue(cycles, USUAL.launches, USUAL.compiler_cycles, USUAL.collectives if spec.ep > 1 else 0, ())
+    pair, launches = (0.0, 0) if spec.pushes else (KEPT_PAIR, KEPT_LAUNCHES)
+    cycles = round(USUAL.cycles + (PLANNED_PAIR + pair) * spec.capacity + packing)
+    return Glue(cycles, USUAL.launches + launches, USUAL.compiler_cycles, USUAL.collectives if spec.ep > 1 else 0, ())
 
 
 def estimate_time(
@@ -403,6 +405,8 @@ USUAL = Glue(1_000, 12, 30_000, 2, ())
 PLANNED_PAIR, PACKED_COLUMN = 0.09, 0.0045
 """What compiled layers have around their kernels (v7x, 512 to 8192 tokens of both Qwen3-Coder shapes): cycles for each
 pair of all devices, and for each column of a bf16 row that XLA packs. What of it runs beside the gather is left out."""
+KEPT_PAIR, KEPT_LAUNCHES = 2.5, 24
+"""What results that are not pushed add: sorts of all devices' pairs with their weights, and back; operations."""
 
 PACKED, UNPACKED = 6.3, 2.9
 """Bundles for 1024 elements of a row rounded to e4m3 and back where that is not native (v6e, H 6144)."""

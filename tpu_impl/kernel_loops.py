@@ -61,8 +61,10 @@ def read_loops(spec: KernelSpec, schedule: Schedule) -> KernelLoops:
     before, after = (len(spec.adapter_stages) - 1, 1) if spec.lora else (0, 0)
     staging = int(not spec.one_block)
     want = 2 + staging + before + after + (spec.tiles > 1)
-    while len(children) > want and children[0].bundles < ROW_BLOCK:
-        del children[0]  # a copy that the compiler makes in pieces, where an operand of a whole layer lies otherwise
+    # A copy that the compiler makes in pieces, where an operand of a whole layer lies otherwise, and the straight-line
+    # code up to the next loop: less than starts the copies of a block of rows.
+    while len(children) > want and children[0].bundles < 2 * ROW_BLOCK:
+        del children[0]
     if len(children) != want:
         sizes = ", ".join(str(x.bundles) for x in children)
         raise RuntimeError(f"schedule: got {len(children)} loops in a visit ({sizes} bundles), want {want}")

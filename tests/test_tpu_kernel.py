@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from isomoe.common.config import FusedMoEConfig
 from isomoe.common.executors import make_call
 from isomoe.common.metrics import bitwise_equal, compare, cosine, rel_l2
-from isomoe.common.numerics import BF16, quantize_fp8
+from isomoe.common.numerics import BF16, E4M3, quantize_fp8
 from isomoe.common.recipes import Recipe, default_recipe
 from isomoe.common.reference import reference_moe, truth
 from isomoe.common.weights import LoRAAdapter, quantize_moe_weights
@@ -30,6 +30,7 @@ from isomoe.tests.matrix import Case, Shape, build
 from isomoe.tests.races import keep_detectors, races_found  # noqa: F401
 from isomoe.tpu_impl import ep_moe, expert_kernel, layout, plan, presum
 from isomoe.tpu_impl.executor import InterpretSettings, PallasEPExecutor
+from isomoe.tpu_impl.numerics import e4m3_bits
 from isomoe.tpu_impl.pack_kernel import pack_kernel
 from isomoe.tpu_impl.spec import ABLATIONS, STAGES, Blocks, LoRASpec
 
@@ -361,19 +362,42 @@ def test_rows_quantised_at_their_source() -> None:
         Layer(replace(case, scheme="bf16", recipe="bf16"), dispatch="ag_fp8").run()
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("tokens", [5, 150])
-def test_packed_rows(tokens: int) -> None:
+def test_packed_rows(tokens: int, native: bool) -> None:
     """Codes and scales are the host quantiser's, rows beyond the last block's end included."""
     x = (np.random.default_rng(5).standard_normal((tokens, 1536)) * 3).astype(BF16)
     x[1] = 0
+    x[2, :3] = 1e-3, -1e-3, -0.0  # below a code's normal numbers
+    x[3, 5:7] = np.inf, -np.inf
     words, scales = pack_kernel(
-        jnp.asarray(x), (3, 1, 128), vmem_limit_bytes=1 << 26, interpret=InterpretSettings().params()
+        jnp.asarray(x), (3, 1, 128), native_e4m3=native, vmem_limit_bytes=1 << 26,
+        interpret=InterpretSettings().params(),
     )
     codes, want = quantize_fp8(x.astype(np.float32), "token")
     packed = np.asarray(words).reshape(tokens, -1, 1).view(np.uint8).transpose(0, 2, 1).reshape(tokens, -1)
-    assert np.array_equal(packed, codes.view(np.uint8))
+    assert same_codes(packed, codes)
     assert scales.shape == (-(-tokens // 128) * 128,)
-    assert np.array_equal(np.asarray(scales)[:tokens], want.ravel())
+    assert np.array_equal(np.asarray(scales)[:tokens], want.ravel(), equal_nan=True)
+
+
+def same_codes(got: np.ndarray, want: np.ndarray) -> bool:
+    """Equal bytes, NaN of either sign aside."""
+    want = want.view(np.uint8)
+    return bool(np.all((got == want) | ((got & 0x7F == 0x7F) & (want & 0x7F == 0x7F))))
+
+
+def test_codes_without_the_cast() -> None:
+    """Of every bf16, of what lies half way between codes and beside it, and of NaN: the cast's own."""
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(BF16).astype(np.float32)
+    codes = np.arange(0x7F, dtype=np.uint8).view(E4M3).astype(np.float32)
+    half = (codes[1:] + codes[:-1]) / 2
+    near = np.concatenate([half, np.nextafter(half, 0), np.nextafter(half, 500, dtype=np.float32)])
+    x = np.concatenate([every, near, -near])
+    x = x[~(np.abs(x) > np.float32(448.0001))]
+    with np.errstate(invalid="ignore"):
+        want = x.astype(E4M3)
+    assert same_codes(np.asarray(e4m3_bits(jnp.asarray(x))), want)
 
 
 @pytest.mark.parametrize("transport", ["push_fp8", slow("push_bf16"), "presum_fp8"])

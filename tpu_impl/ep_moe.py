@@ -313,12 +313,12 @@ interpreted_layer = jax.jit(
 
 def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> jax.Array:
     """One device's share, inside `shard_map`."""
+    gen = generation(build.generation)
     launch: dict[str, Any] = {
-        "vmem_limit_bytes": generation(build.generation).vmem_limit_bytes, "interpret": build.interpret,
-        "bounds_checks": build.bounds_checks,
+        "vmem_limit_bytes": gen.vmem_limit_bytes, "interpret": build.interpret, "bounds_checks": build.bounds_checks,
     }
     if spec.dispatch == "ag_fp8":
-        rows, scales = pack_kernel(args["x"], spec.row_shape, **launch)
+        rows, scales = pack_kernel(args["x"], spec.row_shape, native_e4m3=gen.native_e4m3, **launch)
     else:
         rows, scales = pack_rows(args["x"]), None
     plan = build_plan(
@@ -329,7 +329,7 @@ def _local_layer(args: dict[str, Any], *, build: EPBuild, spec: KernelSpec) -> j
     if spec.ep > 1:
         rows = lax.all_gather(rows, spec.axis, axis=0, tiled=True)
     results = expert_kernel(spec, tables, {"x": rows, **args["tensors"]}, **launch)
-    return combine.combine(spec, results, plan, args["weights"], launch, generation(build.generation))
+    return combine.combine(spec, results, plan, args["weights"], launch, gen)
 
 
 def place(tensors: dict[str, np.ndarray], build: EPBuild) -> dict[str, jax.Array]:

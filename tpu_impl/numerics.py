@@ -32,6 +32,24 @@ def cast_rows(x: jax.Array, inv: jax.Array) -> jax.Array:
     return jnp.clip(x * inv, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
 
 
+def e4m3_bits(x: jax.Array) -> jax.Array:
+    """int32 codes of ``e4m3fn(x)``, for a float32 `x` that rounds to at most 448: the cast's own bits.
+
+    For chips without the cast. Adding 2^20 times a number's power of two (that of the least normal number, for
+    subnormal ones) rounds it to a code's three mantissa bits, ties to even, and leaves how many of its last places the
+    number has in the low bits of the sum.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    size = lax.bitcast_convert_type(bits & 0x7FFFFFFF, jnp.float32)
+    # A maximum of floats is one instruction where that of integers is two.
+    power = jnp.maximum(lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32), 2.0**-6)
+    power = lax.bitcast_convert_type(power, jnp.int32)
+    unit = power + (20 << 23)
+    places = lax.bitcast_convert_type(size + lax.bitcast_convert_type(unit, jnp.float32), jnp.int32) - unit
+    code = places + (lax.shift_right_logical(power, 20) - ((127 - 6) << 3))
+    return jnp.where(size == size, code, 0x7F) | (lax.shift_right_logical(bits, 24) & 0x80)
+
+
 def apply_activation(name: str, gate: jax.Array, up: jax.Array | None) -> jax.Array:
     """``act(gate) * up`` (or ``act(gate)``) in float32; names and semantics of `common.activations`."""
     if name == "swigluoai":

@@ -224,7 +224,7 @@ def pack_us(gen: Generation, clock: float, spec: KernelSpec) -> float:
     if spec.dispatch != "ag_fp8":
         return 0.0
     rows = spec.tokens // spec.ep
-    bundles = rows * (0.4 + (3.6 if gen.native_e4m3 else 8.5) * spec.hidden / 1024)
+    bundles = rows * (1.2 + (2.0 if gen.native_e4m3 else 5.3) * spec.hidden / 1024)
     return max(bundles / clock, 3 * rows * spec.hidden / gen.hbm_gbps) / 1e3
 
 

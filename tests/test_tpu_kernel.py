@@ -283,6 +283,17 @@ def test_fp8_result_rows() -> None:
     assert bitwise_equal(got, Layer(replace(case, ep=1), transport="push_fp8").run())
 
 
+@pytest.mark.parametrize("settings", [STRICT, EAGER], ids=["on_wait", "eager"])
+def test_scales_of_many_rows(settings: InterpretSettings) -> None:
+    """More rows to an owner, and in a chunk, than a line of scales holds; what comes from one device begins inside a
+    line of another's."""
+    case = Case("channel", "w8a8", ep=2, tokens=256, shape=Shape(4, 2, 256, 128))
+    many = Layer(case, transport="push_fp8", rows=192, stage=192, settings=settings)
+    got = many.run()
+    assert rel_l2(got, many.reference()) <= 2 * TO_RECIPE
+    assert bitwise_equal(got, Layer(replace(case, ep=1), transport="push_fp8").run())
+
+
 TALL = Shape(8, 4, 256, 128)  # several experts of a token on one device
 
 

@@ -14,6 +14,7 @@ the order of ranks (`presum`).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -24,20 +25,16 @@ from . import combine_kernel, presum
 from .combine_cost import combine_panels
 from .generations import Generation
 from .plan import Plan, exclusive_sum, inverse_permutation
-from .spec import KernelSpec
+from .spec import KernelSpec, scales_shape
 
 
 def max_tokens(spec: KernelSpec, smem_bytes: int) -> int:
     """Most tokens of all devices whose tables and scales fit on the chip; a multiple of ``spec.ep``, or 0."""
-    if spec.transport == "rs_bf16":
-        return combine_kernel.max_tokens(spec.top_k, smem_bytes) // spec.ep * spec.ep
     if spec.transport == "presum_fp8":
-        own = min(combine_kernel.max_tokens(spec.ep, smem_bytes), combine_kernel.MAX_SCALES // spec.ep)
+        own = combine_kernel.max_tokens(spec.ep, smem_bytes, scaled=True)
         return min(own * spec.ep, presum.max_tokens(spec, smem_bytes))
-    own = combine_kernel.max_tokens(spec.top_k, smem_bytes)
-    if spec.fp8_wire:
-        own = min(own, combine_kernel.MAX_SCALES // spec.top_k)
-    return own * spec.ep
+    own = combine_kernel.max_tokens(spec.top_k, smem_bytes, scaled=spec.fp8_wire)
+    return own * spec.ep if spec.pushes else own // spec.ep * spec.ep
 
 
 def _weighted_sum(
@@ -49,7 +46,7 @@ def _weighted_sum(
     panels: int,
     scales: jax.Array | None = None,
 ) -> jax.Array:
-    """bf16 ``[T, H]``: the weighted sum of the pairs in `use`; `scales` ``[rows, 1, 128]`` are equal along lanes."""
+    """bf16 ``[T, H]``: the weighted sum of the pairs in `use`; codes have `scales` along lanes."""
     alone = {name: value for name, value in launch.items() if name != "collective_id"}
     return combine_kernel.combine_kernel(rows, jnp.where(use, at, -1), weights, scales, panels=panels, **alone)
 
@@ -82,7 +79,9 @@ def _presummed(
     at = exclusive_sum(comes.astype(jnp.int32)) + devices * (spec.tokens // spec.ep)
     arriving = jnp.sum(comes & (devices != plan.rank[0]), dtype=jnp.int32)
     codes, scales = presum.presum_kernel(spec, presum.tables(spec, plan, arriving), results[0], **launch)
-    return _weighted_sum(codes, at, comes, jnp.ones(at.shape, jnp.float32), launch, panels, scales)
+    shape = scales_shape(spec.tokens)
+    laid = jnp.pad(scales[:, 0, 0], (0, math.prod(shape) - spec.tokens)).reshape(shape)
+    return _weighted_sum(codes, at, comes, jnp.ones(at.shape, jnp.float32), launch, panels, laid)
 
 
 _COMBINES = {

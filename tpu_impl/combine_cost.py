@@ -33,17 +33,14 @@ def summed_rows(spec: KernelSpec) -> int:
 
 
 def panels_that_fit(count: int, hidden: int, item: int, vmem_limit_bytes: int) -> list[int]:
-    """Panels of columns in which `count` rows of `item` bytes an element may be held, two at a time.
-
-    FP8 rows have 512 bytes of scale each.
-    """
-    sublanes, scales = hidden // LANES, (count + 1) * 4 * LANES * (item == 1)
+    """Panels of columns in which `count` rows of `item` bytes an element may be held, two at a time."""
+    sublanes = hidden // LANES
 
     def fits(panels: int) -> bool:
         if sublanes % panels or (panels > 1 and sublanes // panels % TILE[item]):
             return False
         row = round_up(sublanes // panels, TILE[item]) * LANES * item
-        return min(panels, 2) * (count + 1) * row + scales + RESERVE <= vmem_limit_bytes
+        return min(panels, 2) * (count + 1) * row + RESERVE <= vmem_limit_bytes
 
     return [n for n in range(1, MOST_PANELS + 1) if fits(n)]
 
@@ -53,21 +50,24 @@ def _element(spec: KernelSpec) -> int:
     return 1 if spec.transport.endswith("fp8") else 2
 
 
+# Bundles of a pair by (bytes of an element, whether e4m3 is native): its own, and for each 1024 columns.
+_FETCHED = {(1, True): (6.9, 0.85), (1, False): (5.3, 2.85), (2, True): (5.6, 0.85), (2, False): (5.6, 0.85)}
+_HELD = {(1, True): (0.9, 1.02), (1, False): (0.9, 2.55), (2, True): (0.65, 0.8), (2, False): (0.65, 0.8)}
+_HELD_LEAST = {1: 3.6, 2: 2.95}
+"""At least, for tables and addresses: scalar instructions, which run beside the columns' arithmetic."""
+
+
 def _us(gen: Generation, clock: float, spec: KernelSpec, panels: int) -> float:
     rows, item = summed_rows(spec), _element(spec)
-    skips, kib = item == 2 and not spec.pushes, spec.hidden / 1024
-    scales_us = rows * 4 * LANES * (item == 1) / gen.hbm_gbps / 1e3
+    kib, rows_us = spec.hidden / 1024, rows * spec.hidden * item / gen.hbm_gbps / 1e3
+    own, column = (_HELD if panels else _FETCHED)[item, gen.native_e4m3]
     if not panels:
-        column = (1.0 if gen.native_e4m3 else 2.6) if item == 1 else 0.85
-        bundles = rows * (5.6 + column * kib + (SKIPPED if skips else 0))
-        arrived = spec.capacity // spec.ep if skips else rows
-        return max(bundles / clock / 1e3, arrived * spec.hidden * item / gen.hbm_gbps / 1e3 + scales_us)
-    # Table and address of a pair, or its columns' arithmetic.
-    least = 3.45 if item == 1 else 2.95
-    column = (1.03 if gen.native_e4m3 else 2.55) if item == 1 else 0.8
-    bundles = panels * rows * max(least, 0.65 + column * kib / panels)
-    panel_us = rows * spec.hidden * item / panels / gen.hbm_gbps / 1e3
-    return scales_us + panel_us + max(bundles / clock / 1e3, (panels - 1) * panel_us)
+        skips = item == 2 and not spec.pushes
+        bundles = rows * (own + column * kib + (SKIPPED if skips else 0))
+        arrived = spec.capacity // spec.ep / rows if skips else 1
+        return max(bundles / clock / 1e3, arrived * rows_us)
+    bundles = panels * rows * max(_HELD_LEAST[item], own + column * kib / panels)
+    return rows_us / panels + max(bundles / clock / 1e3, rows_us * (panels - 1) / panels)
 
 
 def combine_panels(gen: Generation, spec: KernelSpec) -> int:

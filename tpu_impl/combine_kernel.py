@@ -14,7 +14,9 @@ Rows come in one of two ways (`combine_cost` says which), and the sum has the sa
 * A DMA for each pair, the next group's while one group is summed. Scalar instructions bound this (about four bundles
   a row on v7x), so what most calls do not need is kept out of their loop: where no pair at all is skipped, none is
   asked about.
-* All of them, in one or a few panels of columns. A skipped pair then refers to a row of zeros before the first.
+* All of them, in one or a few panels of columns. A skipped pair then refers to a row of zeros past the last.
+
+Scales are brought to scalar memory before the first row is needed.
 """
 
 from __future__ import annotations
@@ -42,24 +44,25 @@ UNROLLED, UNROLLED_HELD = 32, 128
 INTERPRETED_UNROLLED = 1
 # On-chip bytes the buffers may take where fewer tokens would do.
 BUDGET = 24 << 20
-# Rows whose scales are held, 512 bytes each.
-MAX_SCALES = 1 << 16
 # Scalar memory that is not for tables.
 SMEM_RESERVE = 32 * 1024
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def max_tokens(top_k: int, smem_bytes: int) -> int:
-    """Most tokens of a device whose tables fit scalar memory."""
-    words = (smem_bytes - SMEM_RESERVE) // 4 - 1
-    return max(0, words // (2 * top_k) - (GROUPS[-1] - 1))
+def max_tokens(top_k: int, smem_bytes: int, *, scaled: bool) -> int:
+    """Most tokens of a device whose tables fit scalar memory, with the scales of `scaled` rows, one a pair."""
+    words = (smem_bytes - SMEM_RESERVE) // 4 - 1 - 2 * LANES * scaled
+    return max(0, words // ((2 + scaled) * top_k) - (GROUPS[-1] - 1))
 
 
-def scratch(group: int, top_k: int, shape: tuple[int, ...], dtype: Any, panels: int) -> list[Buffer]:
-    """On-chip buffers, in the kernel's argument order, for rows of `shape` ``[rows, H/128, 128]`` and `dtype`."""
+def scratch(
+    group: int, top_k: int, shape: tuple[int, ...], dtype: Any, panels: int, scales: tuple[int, ...] | None
+) -> list[Buffer]:
+    """On-chip buffers, in the kernel's argument order, for rows of `shape` ``[rows, H/128, 128]`` and `dtype`, and
+    their `scales` ``[lines, 1, 128]``."""
     count, sublanes, _ = shape
     width = sublanes // max(panels, 1)
-    # Held rows and scales begin with a skipped pair's: 0.
+    # Held rows end with a skipped pair's: 0.
     rows = (min(panels, 2), count + 1, width, LANES) if panels else (2, group * top_k, sublanes, LANES)
     buffers = [
         Buffer("rows", "vmem", rows, _NAMES[dtype]),
@@ -70,8 +73,11 @@ def scratch(group: int, top_k: int, shape: tuple[int, ...], dtype: Any, panels: 
         Buffer("rows_sem", "dma", (2,)),
         Buffer("out_sem", "dma", (2,)),
     ]
-    if dtype == jnp.float8_e4m3fn:
-        buffers += [Buffer("row_scales", "vmem", (count + 1, 1, LANES), "float32"), Buffer("scale_sem", "dma", (1,))]
+    if scales is not None:
+        buffers += [
+            Buffer("row_scales", "smem", (scales[0] * LANES,), "float32"),
+            Buffer("scale_sem", "dma", (1,)),
+        ]
     return buffers
 
 
@@ -97,20 +103,24 @@ class _Kernel:
         """float32 ``[sublanes, 128]``: the row of a pair, its place in its group and in the tables."""
         raise NotImplementedError
 
-    def scales_copy(self) -> Any:
-        """All scales at once: they are few bytes, and a copy of each row's would cost as much as the row's."""
+    def scaled(self, row: jax.Array, pair: jax.Array) -> jax.Array:
         r = self.r
-        target = r["row_scales"].at[pl.ds(1, r["scales"].shape[0])]
-        return pltpu.make_async_copy(r["scales"], target, r["scale_sem"].at[0])
+        return row * r["row_scales"][r["at"][pair]] if "scales" in r else row
 
-    def start_scales(self) -> None:
-        if "scales" in self.r:
-            self.scales_copy().start()
-            self.r["row_scales"][0] = jnp.zeros((1, LANES), jnp.float32)
+    def bring_scales(self) -> None:
+        """The rows' scales to scalar memory; a skipped pair's is 0."""
+        r = self.r
+        if "scales" not in r:
+            return
 
-    def wait_scales(self) -> None:
-        if "scales" in self.r:
-            self.scales_copy().wait()
+        def copy(i: jax.Array) -> Any:
+            target = r["row_scales"].at[pl.ds(pl.multiple_of(i * LANES, LANES), LANES)]
+            return pltpu.make_async_copy(r["scales"].at[i, 0], target, r["scale_sem"].at[0])
+
+        lines = r["scales"].shape[0]
+        lax.fori_loop(0, lines, lambda i, _: copy(i).start(), None)
+        lax.fori_loop(0, lines, lambda i, _: copy(i).wait(), None)
+        r["row_scales"][r["x"].shape[0]] = jnp.float32(0)
 
     def sum_token(self, g: jax.Array, t: jax.Array) -> None:
         r, first = self.r, g * self.group + t
@@ -156,22 +166,19 @@ class _Held(_Kernel):
 
     def row(self, g: jax.Array, i: jax.Array, pair: jax.Array) -> jax.Array:
         r = self.r
-        at = r["at"][pair]
-        row: jax.Array = r["rows"][self.buffer, at].astype(jnp.float32)
-        return row * r["row_scales"][at] if "scales" in r else row
+        return self.scaled(r["rows"][self.buffer, r["at"][pair]].astype(jnp.float32), pair)
 
     def panel_copy(self, panel: int) -> Any:
         r, q = self.r, panel % 2
         source = r["x"].at[:, pl.ds(panel * self.sublanes, self.sublanes)]
-        return pltpu.make_async_copy(source, r["rows"].at[q, pl.ds(1, source.shape[0])], r["rows_sem"].at[q])
+        return pltpu.make_async_copy(source, r["rows"].at[q, pl.ds(0, source.shape[0])], r["rows_sem"].at[q])
 
     def run(self) -> None:
         r = self.r
-        self.start_scales()
         self.panel_copy(0).start()
         for q in range(r["rows"].shape[0]):
-            r["rows"][q, 0] = jnp.zeros(r["rows"].shape[2:], r["rows"].dtype)
-        self.wait_scales()
+            r["rows"][q, r["x"].shape[0]] = jnp.zeros(r["rows"].shape[2:], r["rows"].dtype)
+        self.bring_scales()
         for panel in range(self.panels):
             self.buffer = panel % 2  # known while tracing: an address less to compute for each pair
             self.panel_copy(panel).wait()
@@ -190,12 +197,10 @@ class _Fetched(_Kernel):
     """A DMA for each pair."""
 
     def row(self, g: jax.Array, i: jax.Array, pair: jax.Array) -> jax.Array:
-        r = self.r
-        row: jax.Array = r["rows"][g & 1, i].astype(jnp.float32)
-        return row * r["row_scales"][r["at"][pair] + 1] if "scales" in r else row
+        return self.scaled(self.r["rows"][g & 1, i].astype(jnp.float32), pair)
 
     def each_pair(self, g: jax.Array, body: Callable[[jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
-        """``carry = body(i, row, carry)`` for the pairs of a group: place in the group, row or -1."""
+        """``carry = body(i, row, carry)`` for the pairs of a group: place in the group, row or one past the last."""
 
         def some(c: jax.Array, carry: Any) -> Any:
             first = g * self.group + c * self.at_once
@@ -222,18 +227,18 @@ class _Fetched(_Kernel):
 
     def start_used(self, g: jax.Array) -> None:
         """Start the copies of a group; a skipped pair has zeros for a row, as what lies anywhere may be NaN."""
-        r, q = self.r, g & 1
+        r, q, beyond = self.r, g & 1, self.r["x"].shape[0]
 
         def one(i: jax.Array, row: jax.Array, count: jax.Array) -> jax.Array:
-            @pl.when(row >= 0)
+            @pl.when(row < beyond)
             def _() -> None:
                 pltpu.make_async_copy(r["x"].at[row], r["rows"].at[q, i], r["rows_sem"].at[q]).start()
 
-            @pl.when(row < 0)
+            @pl.when(row >= beyond)
             def _() -> None:
                 r["rows"][q, i] = jnp.zeros(r["rows"].shape[2:], r["rows"].dtype)
 
-            return count + (row >= 0).astype(jnp.int32)
+            return count + (row < beyond).astype(jnp.int32)
 
         r["count"][q] = self.each_pair(g, one, jnp.int32(0))
 
@@ -252,16 +257,14 @@ class _Fetched(_Kernel):
             pltpu.make_async_copy(got, got, r["rows_sem"].at[q]).wait()
 
     def one_group(self, g: jax.Array) -> None:
-        pl.when(g == 0)(self.wait_scales)
         self.wait(g)
         self.sum_group(g)
         self.write_group(g)
 
     def run(self) -> None:
-        self.start_scales()
-
         def step(s: jax.Array, _: None) -> None:
             pl.when(s < self.groups)(functools.partial(self.start, s))
+            pl.when(s == 0)(self.bring_scales)
             pl.when(s > 0)(functools.partial(self.one_group, s - 1))
 
         lax.fori_loop(0, self.groups + 1, step, None)
@@ -291,7 +294,7 @@ def combine_kernel(
       rows: e4m3 or bfloat16 ``[rows, H/128, 128]``; rows nobody refers to may hold anything.
       at: int32 ``[tokens, K]``, each pair's row, or -1 to skip it.
       weights: float32 ``[tokens, K]``; not read as numbers where `at` is -1.
-      scales: float32 ``[rows, 1, 128]``, equal along lanes, the rows' own where they are codes.
+      scales: float32 ``[lines, 1, 128]`` (`spec.scales_shape`), the rows' along lanes, where they are codes.
       panels: panels of columns in which all rows are held on the chip (`combine_cost.panels_that_fit`), or 0 to copy
         each pair's row.
       vmem_limit_bytes, interpret, bounds_checks: as `expert_kernel`'s.
@@ -306,10 +309,13 @@ def combine_kernel(
     # Tables k by k, tokens along lanes, as XLA keeps so narrow an array.
     more = ((0, 0), (0, padded - tokens))
     at, weights = jnp.pad(at.T, more, constant_values=-1), jnp.pad(weights.T, more)
-    table = at.reshape(-1) + 1 if panels else jnp.append(at.reshape(-1), jnp.all(at >= 0).astype(jnp.int32))
+    table = jnp.where(at >= 0, at, rows.shape[0]).reshape(-1)
+    if not panels:
+        table = jnp.append(table, jnp.all(at >= 0).astype(jnp.int32))
     scalars = {"at": table, "weights": jnp.where(at >= 0, weights, 0.0).reshape(-1)}
     tensors = {"x": rows} if scales is None else {"x": rows, "scales": scales}
-    buffers = scratch(group, top_k, rows.shape, rows.dtype.type, panels)
+    shape = None if scales is None else scales.shape
+    buffers = scratch(group, top_k, rows.shape, rows.dtype.type, panels, shape)
     names = [*scalars, *tensors, "o", *(buffer.name for buffer in buffers)]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     size = tokens * top_k

@@ -18,8 +18,8 @@ An expert with one tile does all between rows in and rows out in it, straight-li
 units which staging, dots and adapters need are busy side by side.
 
 Results leave in chunks of `stage` rows: pushed straight from VMEM to the arrival buffer of the token's owner, one
-remote DMA per contiguous run (`push_fp8`: as e4m3 codes, the rows' scales in a second, small one), or left in sorted
-order for what follows (`rs_bf16`, `presum_fp8`).
+remote DMA per contiguous run, or left in sorted order for what follows (`rs_bf16`, `presum_fp8`). `push_fp8` pushes
+e4m3 codes; the rows' scales are laid along lanes where their owner will look for them, and follow when all rows have.
 """
 
 from __future__ import annotations
@@ -36,7 +36,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .numerics import apply_activation, cast_rows, fp8_scale, quantize_rows, split_bf16, unpack_fp8_rows, unpack_rows
 from .shipping import DTYPES, Shipping, allocate
-from .spec import INDEX_RING, LANES, ROW_BLOCK, RUN_BLOCK, TRANSPORTS, KernelSpec, operands, results, scratch
+from .spec import (
+    INDEX_RING,
+    LANES,
+    ROW_BLOCK,
+    RUN_BLOCK,
+    TRANSPORTS,
+    KernelSpec,
+    operands,
+    results,
+    scales_shape,
+    scratch,
+)
 
 # Columns of the down projection handled by one dot: wide enough to keep the MXU fed, narrow enough for registers.
 N_CHUNK = 1024
@@ -73,8 +84,7 @@ class _Kernel:
         self.table = spec.table
         self.rank = refs["rank"][0]
         self.visits = self.list_visits()
-        # Send buffers and the results they go to.
-        self.shipping = Shipping(refs, spec.axis, spec.ep, list(zip(("st", "st_scale"), results(spec), strict=False)))
+        self.shipping = Shipping(refs, spec.axis, spec.ep, [("st", "o")])
 
     # -- the visits -------------------------------------------------------------------------------------------
 
@@ -623,11 +633,67 @@ class _Kernel:
             if not spec.finishes_in_tile:
                 r["y"][rows, :] = value
             scale = fp8_scale(jnp.max(jnp.abs(value), axis=1, keepdims=True))
-            r["st_scale"][q, sent] = jnp.broadcast_to(scale, (block, LANES)).reshape(block, 1, LANES)
+            self.lay_along_lanes(scale, at)
             value = cast_rows(r["y"][rows, :], 1.0 / scale)
         else:
             value = value.astype(jnp.bfloat16)
         r["st"][q, sent] = value.reshape(block, spec.hidden // LANES, LANES)
+
+    def lay_along_lanes(self, scale: jax.Array, at: int) -> None:
+        """Put the scales ``[n, 1]`` of a chunk's rows from `at` on into as many lanes."""
+        n, (line, first) = scale.shape[0], divmod(at, LANES)
+        lane, row = (lax.broadcasted_iota(jnp.int32, (n, LANES), d) for d in (1, 0))
+        laid = jnp.sum(jnp.where(lane == row + first, scale, 0.0), axis=0, keepdims=True)
+        self.r["st_scale"][line] = laid if first == 0 else self.r["st_scale"][line] + laid
+
+    def push_scales(self, v: jax.Array, first: jax.Array, length: jax.Array) -> None:
+        """Lay down the scales of `length` rows of a visit's segment, from `first` on, for their owners.
+
+        An owner's list has the rows of each segment after those of the segments before, so its scales only grow:
+        lanes past a run's last may hold anything.
+        """
+        r = self.r
+        start, shift = self.visit_runs(v)
+        lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+
+        def one_line(line: int) -> None:
+            begin = first + line * LANES
+            scales = r["st_scale"][line]
+
+            def run(owner: jax.Array, _: None) -> None:
+                # Without rows here, where the owner's next will lie.
+                row = jnp.clip(begin, start(owner), start(owner + 1))
+                there = shift(owner) + row
+                at, place = lax.shift_right_logical(there, 7), there & (LANES - 1)
+                turned = pltpu.roll(scales, (there - (row - begin)) & (LANES - 1), 1)
+                r["laid_scale"][owner, at] = jnp.where(lane >= place, turned, r["laid_scale"][owner, at])
+                r["laid_scale"][owner, at + 1] = turned
+
+            self.each_owner(run, None)
+
+        for line in range(r["st_scale"].shape[0]):
+            pl.when(length > line * LANES)(functools.partial(one_line, line))
+
+    def gather_scales(self) -> None:
+        """Bring the scales of this device's rows together, each from the part of the device that sent it."""
+        spec, r, t = self.spec, self.r, self.table
+        lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+
+        def source(d: jax.Array, _: None) -> None:
+            first = self.rank * t.stride + t.begins + d * spec.segments
+            begin, end = r["tab"][first], r["tab"][first + spec.segments]
+
+            def line(i: jax.Array, _: None) -> None:
+                # What of the line is the next device's, that one overwrites.
+                own = lane >= begin - i * LANES
+                r["laid_scale"][0, i] = jnp.where(own, r["got_scale"][d, i], r["laid_scale"][0, i])
+
+            lax.fori_loop(lax.div(begin, LANES), lax.div(end + (LANES - 1), LANES), line, None)
+
+        lax.fori_loop(0, spec.ep, source, None)
+        copy = pltpu.make_async_copy(r["laid_scale"].at[0], r["o_scale"], r["out_sem"].at[0])
+        copy.start()
+        copy.wait()
 
     def push_runs(self, v: jax.Array, first: jax.Array, length: jax.Array, q: jax.Array) -> None:
         """Send `length` rows of a visit's segment, from `first` on, to their owners, a run for each."""
@@ -677,6 +743,8 @@ class _Kernel:
             self.result_chunk(v, first, length, q)
             if self.spec.pushes:
                 self.push_runs(v, self.first_row(v) + first, length, q)
+                if self.spec.fp8_wire:
+                    self.push_scales(v, self.first_row(v) + first, length)
             else:
                 rows = pl.ds(self.visit(v, 4) + first, length)
                 pltpu.make_async_copy(r["st"].at[q, pl.ds(0, length)], r["o"].at[rows], r["out_sem"].at[q]).start()
@@ -771,7 +839,13 @@ class _Kernel:
             self.one_visit(v)
 
         lax.fori_loop(0, self.visits, body, None)
-        self.shipping.leave(self.arriving() if self.spec.does("ship") else jnp.int32(0))
+        if not self.spec.does("ship"):
+            self.shipping.leave(jnp.int32(0))
+        elif self.spec.fp8_wire:
+            self.shipping.leave(self.arriving(), ("laid_scale", "got_scale"))
+            self.gather_scales()
+        else:
+            self.shipping.leave(self.arriving())
 
     def arriving(self) -> jax.Array:
         """Rows that other devices send here: of this one's pairs, those routed to other devices' experts."""
@@ -821,13 +895,13 @@ def expert_kernel(
       collective_id: barrier semaphore id; two collective kernels in flight need different ids.
 
     Returns:
-      bfloat16 ``[rows, H/128, 128]`` (`output_rows`), or with `push_fp8` e4m3 codes of that shape and float32
-      scales ``[rows, 1, 128]`` (equal along lanes); rows no pair maps to are undefined.
+      bfloat16 ``[rows, H/128, 128]`` (`output_rows`), or with `push_fp8` e4m3 codes of that shape and float32 scales
+      along lanes, ``[lines, 1, 128]`` (`spec.scales_shape`); rows no pair maps to, and their scales, are undefined.
     """
     row = DTYPES[TRANSPORTS[spec.transport].row]
     out_shape = [jax.ShapeDtypeStruct((output_rows(spec), spec.hidden // LANES, LANES), row)]
     if spec.fp8_wire:
-        out_shape.append(jax.ShapeDtypeStruct((output_rows(spec), 1, LANES), jnp.float32))
+        out_shape.append(jax.ShapeDtypeStruct(scales_shape(spec.local_rows), jnp.float32))
     collective: dict[str, Any] = {}
     if spec.ep > 1 and spec.pushes:
         collective = dict(collective_id=collective_id, has_side_effects=True)

@@ -27,9 +27,11 @@ ROW_ITEM = {
 }
 """Bytes of an element in flight, for every dispatch and transport the model knows."""
 ALLGATHER_SCALE = 4
-PUSH_SCALE = 512
-"""Bytes of a row's scale in flight: one float32 in a gather, 128 equal lanes in a push (a DMA moves whole words of
-128 lanes)."""
+PRESUM_SCALE = 512
+"""Bytes of a row's scale in flight: one float32 in a gather, 128 equal lanes in a push of presummed rows (a DMA moves
+whole words of 128 lanes)."""
+SCALES_LINE = 128
+"""Scales that a DMA moves together: those of pushed rows follow all rows, of each device to each."""
 
 Chip = tuple[int, ...]
 
@@ -145,7 +147,7 @@ def transport_us(fabric: Fabric, traffic: Traffic, transport: str) -> float:
         return 0.0
     if transport.startswith("rs"):
         return allgather_us(fabric, traffic.tokens * traffic.hidden * item)
-    row = traffic.hidden * item + (PUSH_SCALE if traffic.scales and item == 1 else 0)
+    row = traffic.hidden * item + (PRESUM_SCALE if traffic.scales and transport == "presum_fp8" else 0)
     if transport.startswith("push"):
         rows = traffic.top_k / chips
     elif traffic.whole_chips:
@@ -154,6 +156,15 @@ def transport_us(fabric: Fabric, traffic: Traffic, transport: str) -> float:
         rows = fabric.cores * share_reached(traffic.experts, traffic.top_k, fabric.ep)
     # `rows` of each token go to each other chip.
     return fabric.hot_link() * traffic.tokens / chips * rows * row / fabric.gbps / 1e3
+
+
+def scales_us(fabric: Fabric, traffic: Traffic, transport: str) -> float:
+    """Microseconds of what follows the last pushed row: scales of codes, of each device as if all rows were its own."""
+    if transport != "push_fp8" or not traffic.scales:
+        return 0.0
+    lines = traffic.tokens * traffic.top_k // fabric.ep // SCALES_LINE + 2
+    devices = fabric.ep / len(fabric.chips)
+    return fabric.hot_link() * devices**2 * lines * 4 * SCALES_LINE / fabric.gbps / 1e3
 
 
 def overlaps(transport: str) -> bool:
@@ -167,4 +178,4 @@ def total_us(
     """Dispatch, then the kernel with what its transport does not hide; `sums_us` runs beside the transport."""
     combine = max(sums_us, transport_us(fabric, traffic, transport))
     rest = max(kernel_us, combine) if overlaps(transport) else kernel_us + combine
-    return dispatch_us(fabric, traffic, dispatch) + rest
+    return dispatch_us(fabric, traffic, dispatch) + rest + scales_us(fabric, traffic, transport)

@@ -114,15 +114,50 @@ class Shipping:
         self.r["lens"][2 * q] = kept
         self.r["lens"][2 * q + 1] = sent
 
-    def leave(self, arriving: jax.Array) -> None:
-        """Wait for what is still leaving, and for `arriving` rows from other devices."""
+    def leave(self, arriving: jax.Array, parts: tuple[str, str] | None = None) -> None:
+        """Wait for what is still leaving, and for `arriving` rows from other devices.
+
+        `parts` names two buffers ``[ep, ...]``: part d of the first goes to device d, into the part of the second that
+        belongs to the device it comes from.
+        """
+        if parts is not None:
+            self._start_exchange(*parts)
         for q in range(2):
             self.drain(jnp.int32(q))
-        if not self.remote:
-            return
+        if self.remote:
 
-        @pl.when(arriving > 0)
-        def _() -> None:
-            for _buffer, result in self.pairs:
-                rows = self.r[result].at[pl.ds(0, arriving)]
-                pltpu.make_async_copy(rows, rows, self.r["recv_sem"].at[0]).wait()
+            @pl.when(arriving > 0)
+            def _() -> None:
+                for _buffer, result in self.pairs:
+                    rows = self.r[result].at[pl.ds(0, arriving)]
+                    pltpu.make_async_copy(rows, rows, self.r["recv_sem"].at[0]).wait()
+
+        if parts is not None:
+            self._wait_exchange(*parts)
+
+    def _kept_part(self, buffer: str, got: str) -> Any:
+        r, rank = self.r, self.r["rank"][0]
+        return pltpu.make_async_copy(r[buffer].at[rank], r[got].at[rank], r["out_sem"].at[0])
+
+    def _start_exchange(self, buffer: str, got: str) -> None:
+        """Send each device its part of `buffer`."""
+        r, rank = self.r, self.r["rank"][0]
+        self._kept_part(buffer, got).start()
+
+        def send(d: jax.Array, _: None) -> None:
+            copy = pltpu.make_async_remote_copy(
+                r[buffer].at[d], r[got].at[rank], r["send_sem"].at[0], r["recv_sem"].at[0],
+                device_id={self.axis: d}, device_id_type=pl.DeviceIdType.MESH,
+            )
+            pl.when(d != rank)(copy.start)
+
+        if self.remote:
+            lax.fori_loop(0, self.ep, send, None)
+
+    def _wait_exchange(self, buffer: str, got: str) -> None:
+        """Wait for all parts that leave and come."""
+        if self.remote:
+            for name, sem in ((buffer, "send_sem"), (got, "recv_sem")):
+                others = self.r[name].at[pl.ds(0, self.ep - 1)]
+                pltpu.make_async_copy(others, others, self.r[sem].at[0]).wait()
+        self._kept_part(buffer, got).wait()

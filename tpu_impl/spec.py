@@ -435,6 +435,11 @@ class TableLayout:
         return cls(begins, scales, slots, present, stride, spec.ep * stride)
 
 
+def scales_shape(rows: int) -> tuple[int, int, int]:
+    """Scales of `rows` rows along lanes, and a line to spare after that of the place past the last."""
+    return rows // LANES + 2, 1, LANES
+
+
 def scratch(spec: KernelSpec) -> list[Buffer]:
     """Every on-chip buffer of a build, in the kernel's argument order."""
     b = spec.blocks
@@ -459,7 +464,11 @@ def scratch(spec: KernelSpec) -> list[Buffer]:
         Buffer("out_sem", "dma", (2,)),
     ]
     if spec.fp8_wire:
-        out.append(Buffer("st_scale", "vmem", (2, b.stage, 1, LANES), "float32"))
+        out += [
+            Buffer("st_scale", "vmem", (-(-b.stage // LANES), 1, LANES), "float32"),
+            Buffer("laid_scale", "vmem", (spec.ep, *scales_shape(spec.local_rows)), "float32"),
+            Buffer("got_scale", "vmem", (spec.ep, *scales_shape(spec.local_rows)), "float32"),
+        ]
     if spec.quantized:
         space = "smem" if spec.block_scales else "vmem"
         out.append(Buffer("s13v", space, (b.nbuf, *spec.scale13_shape), "float32"))

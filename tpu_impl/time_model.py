@@ -12,8 +12,8 @@ Nothing here is measured. A layer's time is
   the longer of its compute and its HBM time, because the weight ring runs only two or three tiles ahead.
 * v7x: libtpu's schedules there do not hold back the matrix unit, so a tile takes max(bundles / clock, MACs / peak).
 * fixed: what XLA runs around the kernel (`xla_ops`), a device's part of the routing table (`table_us`), quantised rows
-  (`pack_us`), the final sum (`combine_cost`), `LAUNCH_US` for each of these operations, the latency of metadata gather,
-  entry barrier and last arrivals.
+  (`pack_us`), scales of pushed codes (`scales_us`), the final sum (`combine_cost`), `LAUNCH_US` for each of these
+  operations, the latency of metadata gather, entry barrier and last arrivals.
 * beside: the gather of the rows is asynchronous, so the operations that the compiled program runs before it waits for
   it (most of the plan) cost only what they take longer.
 
@@ -143,9 +143,7 @@ def present_runs(spec: KernelSpec, rows: float) -> float:
 
 def row_bytes(spec: KernelSpec) -> float:
     """HBM bytes of a routed row in and out."""
-    item = 1 if spec.fp8_wire else 2
-    scale = 4 * LANES if spec.fp8_wire else 0
-    return spec.row_nbytes + item * spec.hidden + scale
+    return spec.row_nbytes + (1 if spec.fp8_wire else 2) * spec.hidden
 
 
 def weight_item(spec: KernelSpec) -> int:
@@ -234,6 +232,15 @@ def table_us(clock: float, spec: KernelSpec) -> float:
     return (60 + 1.4 * lines * registers) / clock / 1e3
 
 
+def scales_us(clock: float, spec: KernelSpec) -> float:
+    """The expert kernel's loops that send scales of FP8 results, and bring together those that come."""
+    return (SENT * spec.ep + LINE * -(-spec.local_rows // LANES)) / clock / 1e3 if spec.fp8_wire else 0.0
+
+
+SENT, LINE = 130, 9
+"""Bundles for each device and for each 128 rows, of libtpu's schedule for v7x."""
+
+
 def arrivals(spec: KernelSpec) -> int:
     """Latencies of a kernel that sends rows itself: its entry barrier, and its last row."""
     return 0 if spec.transport.startswith("rs") else 2
@@ -290,7 +297,7 @@ def _added(
     rows = num_tokens * config.experts_per_token / spec.ep
     traffic, sums = traffic_of(spec, config, num_tokens), presum_us(gen, clock, spec, config)
     plan = around.cycles / clock / 1e3 + table_us(clock, spec)
-    plan += pack_us(gen, clock, spec) + combine_us(gen, clock, spec)
+    plan += pack_us(gen, clock, spec) + scales_us(clock, spec) + combine_us(gen, clock, spec)
     launches = (around.launches + 2 + (spec.dispatch == "ag_fp8")) * LAUNCH_US
     latency = (around.collectives + arrivals(spec)) * hops(fabric) * HOP_US if spec.ep > 1 else 0.0
     dispatch = dispatch_us(fabric, traffic, spec.dispatch)

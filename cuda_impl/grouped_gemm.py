@@ -319,6 +319,22 @@ class LoRAExpand:
     ranks: torch.Tensor
 
 
+def tile_arguments(out: torch.Tensor, alignment: Alignment, lora: LoRAExpand | None) -> dict[str, torch.Tensor | int]:
+    """Arguments of kernels that end in `epilogue`: the rows of each tile, and the adapters' (without, never read)."""
+    return dict(
+        sorted_ptr=alignment.sorted_pair,
+        tile_expert_ptr=alignment.tile_expert,
+        num_tiles_ptr=alignment.num_tiles,
+        bin_ptr=alignment.pair_bin,
+        v_ptr=out if lora is None else lora.v,
+        b_ptr=out if lora is None else lora.b,
+        rank_ptr=alignment.pair_bin if lora is None else lora.ranks,
+        b_experts=1 if lora is None else lora.b.shape[1],
+        b_expert_stride=0 if lora is None or lora.b.shape[1] == 1 else 1,
+        R=0 if lora is None else lora.b.shape[-1],
+    )
+
+
 def grouped_gemm(
     a: torch.Tensor,
     w: torch.Tensor,
@@ -376,20 +392,11 @@ def grouped_gemm(
             w_scale_ptr=w if w_scale is None else w_scale,
             bias_ptr=w if bias is None else bias,
             out_ptr=out,
-            sorted_ptr=alignment.sorted_pair,
-            tile_expert_ptr=alignment.tile_expert,
-            num_tiles_ptr=alignment.num_tiles,
-            bin_ptr=alignment.pair_bin,
-            v_ptr=out if lora is None else lora.v,
-            b_ptr=out if lora is None else lora.b,
-            rank_ptr=alignment.pair_bin if lora is None else lora.ranks,
             columns=columns,
             depth=depth,
             row_div=row_div,
             a_groups=cdiv(depth, a_group) if a_group else 1,
-            b_experts=1 if lora is None else lora.b.shape[1],
-            b_expert_stride=0 if lora is None or lora.b.shape[1] == 1 else 1,
-            R=rank,
+            **tile_arguments(out, alignment, lora),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -34,7 +34,7 @@ from ._runtime import INTERPRETED, batch_invariant, cdiv, launch, next_power_of_
 from .align import Alignment, align
 from .combine import combine
 from .device_numerics import to_dtype, to_f32
-from .grouped_gemm import BLOCK, LoRAExpand, choose_block_m, epilogue
+from .grouped_gemm import BLOCK, LoRAExpand, choose_block_m, epilogue, tile_arguments
 from .lora_shrink import lora_shrink
 from .prepare import AdapterSlots, PreparedWeights
 from .quantize import _absmax
@@ -293,19 +293,10 @@ def _finish(
             factor_ptr=factor,
             bias_ptr=factor if bias is None else bias,
             out_ptr=out,
-            sorted_ptr=alignment.sorted_pair,
-            tile_expert_ptr=alignment.tile_expert,
-            num_tiles_ptr=alignment.num_tiles,
-            bin_ptr=alignment.pair_bin,
-            v_ptr=out if lora is None else lora.v,
-            b_ptr=out if lora is None else lora.b,
-            rank_ptr=alignment.pair_bin if lora is None else lora.ranks,
             columns=columns,
             width=product.shape[1] // halves,
             row_div=row_div,
-            b_experts=1 if lora is None else lora.b.shape[1],
-            b_expert_stride=0 if lora is None or lora.b.shape[1] == 1 else 1,
-            R=rank,
+            **tile_arguments(out, alignment, lora),
         ),
         num_warps=8 if alignment.block_m >= 64 else 4,
         HALVES=halves,

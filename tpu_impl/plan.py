@@ -69,9 +69,9 @@ class KeptRows:
     sorted_weights: jax.Array
 
 
-def exclusive_sum(counts: jax.Array, axis: int = 0) -> jax.Array:
-    """The sum of what comes before each place along `axis`; int32."""
-    return jnp.cumsum(counts, axis=axis, dtype=jnp.int32) - counts
+def exclusive_sum(counts: jax.Array) -> jax.Array:
+    """The sum of what comes before each place along the first axis; int32."""
+    return jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts
 
 
 def inverse_permutation(order: jax.Array, bits: int) -> jax.Array:
